@@ -41,6 +41,7 @@ MANIFEST_FILE = "manifest.json"
 SETTINGS_FILE = "settings.json"
 DATA_FILE = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")  # in the folder itself: no path leads out of it
 REMEDY = "Load another checkpoint, or bring an undamaged copy"
+AS_SAVED = "Nothing was saved: give this tensor another name, or another dtype, and save again"
 
 BESIDE = (METADATA_FILE, SETTINGS_FILE)  # the files with tensors
 
@@ -211,7 +212,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         },
     }
     text = json.dumps({**content, "sha256": digest_of(content)}, indent=1)
-    _checked(folder / MANIFEST_FILE, json.loads(text))
+    _checked("what is saved", json.loads(text), AS_SAVED)
     replace_text(folder / MANIFEST_FILE, text)
 
 
@@ -236,13 +237,13 @@ def read_manifest(folder: Path) -> Manifest:
             write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
             write += "torch.distributed.checkpoint.state_dict.set_state_dict"
         raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
-    return _checked(path, read_json(path, needed=f"the sizes and hashes that save wrote there last. {REMEDY}"))
+    return _checked(str(path), read_json(path, needed=f"the sizes and hashes that save wrote there last. {REMEDY}"))
 
 
-def _checked(path: Path, content: Any) -> Manifest:
-    check_form(str(path), content, _MANIFEST, REMEDY, kind=FileError)
+def _checked(where: str, content: Any, remedy: str = REMEDY) -> Manifest:
+    check_form(where, content, _MANIFEST, remedy, kind=FileError)
     if content["sha256"] != digest_of(content):
-        raise FileError(f"{path}: its content has changed since it was written. {REMEDY}")
+        raise FileError(f"{where}: its content has changed since it was written. {remedy}")
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     tensors = {}
     for name, entry in content["tensors"].items():
@@ -253,7 +254,7 @@ def _checked(path: Path, content: Any) -> Manifest:
             check_cover(tensor.name, tensor.shape, [(piece.offset, piece.shape) for piece in tensor.pieces])
         _check_places(tensors.values(), files)
     except ValueError as error:
-        raise FileError(explain_error(str(path), str(error), "pieces as save wrote them", REMEDY)) from None
+        raise FileError(explain_error(where, str(error), "pieces as save wrote them", remedy)) from None
     return Manifest(files, tensors)
 
 
