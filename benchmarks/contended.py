@@ -28,10 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import OURS, TORCH, Entries
-from report import print_rows, quartiles, write_json
-from step import PATIENCE
 from torch.multiprocessing.spawn import spawn
 from workload import GPT2_SMALL_LAYER, Layout, Shape, Workload, parse_shapes
+
+from report import print_rows, quartiles, write_json
+from step import PATIENCE
 
 KINDS = "wall", "processor", "lost"
 Case = tuple[str, tuple[Shape, ...]]

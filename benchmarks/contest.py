@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from contenders import OURS, Contender
 from judge import judged
-from report import Result
 from torch.optim import Optimizer
 from workload import Layout, Workload
+
+from report import Result
 
 
 def contest(

@@ -39,12 +39,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import MOMENTUM, OURS, WEIGHT_DECAY, Entries
-from report import print_rows, quartiles, write_json
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from workload import GPT2_SMALL_LAYER, Shape, parse_shapes
+
+from report import print_rows, quartiles, write_json
 
 RANKS = 2
 LEARNING_RATE = 0.02
@@ -178,7 +179,7 @@ _STRIDE = 7919  # odd, so that all the offsets are visited
 def exact_updates(shapes: Sequence[Shape], coefficients: Sequence[str], steps: int) -> dict[str, list[Tensor]]:
     """What the last of some steps subtracts from each matrix, decay aside, in fp64, by the name of its coefficients."""
     sys.path.append(str(Path(__file__).parents[1]))  # the oracle is that of the tests
-    from tests.reference import muon
+    from tests.support.reference import muon
 
     from muonmesh.numerics.coefficients import coefficient_schedule
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from contenders import Entries
-from report import print_rows, write_json
 from tests.device.dry_run import DryRun, dry_run
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
+from report import print_rows, write_json
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import torch
 from contenders import Contender, Parameters, add_options, entries
 from contest import contest
-from report import print_rows, print_table, problems_of_ours, record, write_json
 from torch.optim import Optimizer
 from workload import GPT2_SMALL_LAYER, LLAMA_1B_LAYER, LLAMA_8B_LAYER, Layout, Shape, Workload
+
+from report import print_rows, print_table, problems_of_ours, record, write_json
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "gpt2-small": (GPT2_SMALL_LAYER, 3),

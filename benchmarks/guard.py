@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from contenders import OURS, Entries
+from workload import LAYOUTS, parse_shapes
+
 from report import cpu, print_rows
 from step import Options, measure
-from workload import LAYOUTS, parse_shapes
 
 RECORDED = sorted((Path(__file__).parent / "results").glob("guard*.json"))
 TOLERANCE = 0.25

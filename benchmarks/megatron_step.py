@@ -34,9 +34,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # Megatron on a CPU, and the or
 import torch
 import torch.distributed as dist
 from contenders import Entries
-from report import print_rows, quartiles, write_json
-from tests.workers import Pool
+from tests.support.workers import Pool
 from torch import Tensor
+
+from report import print_rows, quartiles, write_json
 
 RULE = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "scale_mode": "spectral", "ns_coefficients": "quintic"}
 WEIGHT_DECAY = 0.1
@@ -141,7 +142,7 @@ class Contest:
     def distances(self) -> list[float]:
         """Step once and compare each of Muon's matrices with the oracle's update, relative in the Frobenius norm."""
         from tests.megatron.oracle import MATRICES
-        from tests.reference import split
+        from tests.support.reference import split
 
         from muonmesh.numerics.coefficients import coefficient_schedule
 
@@ -169,7 +170,7 @@ class Contest:
 
 def orthogonal(matrix: Tensor, schedule: Any) -> Tensor:
     """The polynomials on the singular values, in fp64."""
-    from tests.reference import polar
+    from tests.support.reference import polar
 
     return polar(matrix, schedule)
 

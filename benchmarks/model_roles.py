@@ -3,9 +3,10 @@
     python benchmarks/model_roles.py --json benchmarks/results/model_roles.json
     python benchmarks/model_roles.py --only GPT2LMHeadModel --only timm/vit
 
-Each class of transformers is built small (two layers, widths divided, see `tests/zoo.py`) and run on generated inputs.
-The oracle (`tests/influence.py`) shares nothing with the reader of graphs: it watches operations for which weights take
-part in what a product reads, and it changes single rows of weights and looks which operands of later products move.
+Each class of transformers is built small (two layers, widths divided, see `tests/support/zoo.py`) and run on generated
+inputs. The oracle (`tests/support/influence.py`) shares nothing with the reader of graphs: it watches operations for
+which weights take part in what a product reads, and it changes single rows of weights and looks which operands of later
+products move.
 
 A difference is silent if `split_params` did not warn of this weight. `EXPLAINED` has those that are no errors, and why.
 """
@@ -31,8 +32,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from benchmarks.model_table import MODELS  # noqa: E402
-from tests import zoo  # noqa: E402
-from tests.influence import Influence, differences  # noqa: E402
+from tests.support import zoo  # noqa: E402
+from tests.support.influence import Influence, differences  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402

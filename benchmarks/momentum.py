@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
-from tests.reference import split
+from tests.support.reference import split
 from torch import Tensor, nn
 
 import muonmesh as mm

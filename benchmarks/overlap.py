@@ -47,7 +47,6 @@ import torch
 import torch.distributed as dist
 from bandwidth import hosts
 from contenders import Entries
-from report import print_rows, quartiles, write_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,6 +59,7 @@ import muonmesh.optimizer
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.wire import Swap, Transfer, Wire
 from muonmesh.comm.work import Work
+from report import print_rows, quartiles, write_json
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")

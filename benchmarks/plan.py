@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from contenders import Entries
-from report import write_json
 from torch import nn
 
 import muonmesh as mm
@@ -36,6 +35,7 @@ from muonmesh.layout.routes import Routes, pieces
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.cli.planning import Cluster, at_home, least_imbalance
 from muonmesh.tools.forecasts.forecast import muon_parameter
+from report import write_json
 
 BUCKET_ELEMENTS = 1 << 23  # 16 MiB in bf16, as a budget of 128 MiB gives where matrices are gathered
 

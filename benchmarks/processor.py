@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from report import cpu, print_rows
 from torch import nn
 from workload import Shape, parse_shapes
 
@@ -29,6 +28,7 @@ import muonmesh as mm
 from muonmesh.numerics.kernels import check_kernels
 from muonmesh.numerics.kernels.compiled import library
 from muonmesh.tools.cli.installation import products_here
+from report import cpu, print_rows
 
 SQUARES = [(rows, rows) for rows in (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)]
 SHAPES = [

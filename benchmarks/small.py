@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from report import cpu, print_rows
 from torch import nn
 
 import muonmesh as mm
+from report import cpu, print_rows
 
 Shapes = Sequence[tuple[int, int]]
 

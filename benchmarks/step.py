@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 from contenders import Entries, add_options, entries
 from contest import contest
-from report import Result, print_table, problems_of_ours, record, write_json
 from torch.multiprocessing.spawn import spawn
 from torch.optim import Optimizer
 from workload import GPT2_SMALL_LAYER, LAYOUTS, Layout, Shape, Workload, parse_shapes
+
+from report import Result, print_table, problems_of_ours, record, write_json
 
 PATIENCE = timedelta(minutes=5)  # with ranks that a failing peer has left waiting
 

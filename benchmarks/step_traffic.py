@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from contenders import Entries
-from report import print_rows, write_json
 
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
 from muonmesh.tools.cli.plan_command import weights_of
 from muonmesh.tools.cli.planning import EXPERTS, parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import Weight, forecast
+from report import print_rows, write_json
 
 ITEM, ITERATIONS, MACHINE = 2, 5, 8
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from iterations import polynomials_of
-from report import print_rows
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.numerics.newton_schulz import orthogonalize
+from report import print_rows
 
 SHAPES = ((1, 64), (16, 1024), (24, 100), (64, 64), (128, 512), (384, 400))
 

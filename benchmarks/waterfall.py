@@ -28,7 +28,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from contenders import Entries, ours, torch_muon
-from report import print_rows, write_json
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from workload import GPT2_SMALL_LAYER, LAYOUTS, Shape, Workload
@@ -37,6 +36,7 @@ from muonmesh.layout.cost import cost
 from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.kernels import KernelName, compiled
 from muonmesh.numerics.newton_schulz import Orthogonalizer
+from report import print_rows, write_json
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "layers": (GPT2_SMALL_LAYER, 3),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import muonmesh as mm
-from tests.samples import one_in
+from tests.support.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -15,13 +15,13 @@ import torch
 
 from tests.gpu import first
 from tests.gpu.run import REPOSITORY, Part, parts, run
-from tests.interpreter import interpreting
+from tests.support.interpreter import interpreting
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch, interpreting() as call:
-        patch.setattr("tests.interpreter.SECONDS", 500.0)  # it starts three ranks, each of which imports torch
+        patch.setattr("tests.support.interpreter.SECONDS", 500.0)  # it starts three ranks, each of which imports torch
         yield call
 
 
