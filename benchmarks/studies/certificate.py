@@ -106,7 +106,7 @@ ENVIRONMENTS = {
 def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
     """Run the cells of one project in this interpreter."""
     import torch
-    from tests.workers import Pool
+    from tests.support.workers import Pool
 
     project = PROJECTS[name]
     os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
@@ -119,7 +119,9 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
         importlib.import_module(project.package)
     except Exception as error:
         return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
-    multiprocessing.set_forkserver_preload(["tests.workers", "benchmarks.studies.certificate_cells", project.package])
+    multiprocessing.set_forkserver_preload(
+        ["tests.support.workers", "benchmarks.studies.certificate_cells", project.package]
+    )
     pools: dict[int, Pool] = {}
     references: dict[str, Any] = {}
 
@@ -151,7 +153,7 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
 
 def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any:
     """What rank 0 returns, or the word and message of the ranks' errors."""
-    from tests.workers import RankFailure
+    from tests.support.workers import RankFailure
 
     try:
         outcomes = pool.run_expecting_errors(run, *args, timeout=PATIENCE)
