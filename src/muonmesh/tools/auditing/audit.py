@@ -126,7 +126,8 @@ class Audit:
         if self.guesses:
             names = [*dict.fromkeys(map(starred, self.guesses))]
             told = f"Judged by a guess: {escaped(', '.join(names[:3]))}{' and others' * (len(names) > 3)}. Write "
-            told += "groups=muonmesh.split_params(model, example=(inputs,)), and a forward shows what they are."
+            told += "muonmesh.audit(optimizer, model, groups=muonmesh.split_params(model, example=(inputs,))) after "
+            told += "backward, and a forward shows what they are."
             lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
         if unknown := sum(row.verdict == "unknown" for row in self.rows):
             lines.append(f"The audit does not know the steps of {unknown} of {len(self.rows)} weights.")

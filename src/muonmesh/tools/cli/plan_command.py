@@ -159,6 +159,8 @@ def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
             f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
             "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
         )
+    if found["weights"] == "bf16":
+        say("", *textwrap.wrap(BF16_NOTE, 80))
     say("", *textwrap.wrap(sentence_of(found), 80))
 
 
@@ -172,6 +174,10 @@ def sentence_of(found: dict[str, Any]) -> str:
     )
 
 
+BF16_NOTE = (
+    "With bf16 weights, momentum is fp32 and AdamW's two moments are bf16, so both take 4 bytes for each element of a "
+    "matrix. Write state_dtype=torch.bfloat16 in Muon to halve momentum."
+)
 OF_TORCH = " of torch.optim.Muon, without communication"
 
 
@@ -220,8 +226,9 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, dict):  # seconds, with products at best and as published
-        ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
-        return " to ".join(dict.fromkeys(ends)) + " ms"
+        unit, in_a_second = ("s", 1) if min(value.values()) >= 10 else ("ms", 1000)
+        times = (in_a_second * end for end in sorted(value.values()))
+        return " to ".join(dict.fromkeys(f"{time:{',.0f' if time >= 1000 else '.3g'}}" for time in times)) + f" {unit}"
     if "bytes" in name:
         return decimal(value)
     if isinstance(value, float):
