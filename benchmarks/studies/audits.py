@@ -1,8 +1,8 @@
 """What `muonmesh audit` says of published optimizers: a script for the command, and their reports.
 
-    muonmesh audit benchmarks/audits.py torch_muon
-    torchrun --nproc-per-node 2 --no-python muonmesh audit benchmarks/audits.py torch_muon_fsdp2
-    python benchmarks/audits.py --peer dion=PATH --peer keller_jordan=PATH       # into results/audits.md
+    muonmesh audit benchmarks/studies/audits.py torch_muon
+    torchrun --nproc-per-node 2 --no-python muonmesh audit benchmarks/studies/audits.py torch_muon_fsdp2
+    python -m benchmarks.studies.audits --peer dion=PATH --peer keller_jordan=PATH       # into results/audits.md
 
 A peer that is no installed package is a checkout: of microsoft/dion, and of KellerJordan/Muon.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "audits.md"
 REPORTS = {  # by the maker: what the title says, ranks
     "torch_muon_fsdp2": ("torch.optim.Muon and AdamW of torch {torch}, FSDP2", 2),
@@ -147,7 +147,7 @@ def main() -> None:
             packages = [part.partition("}")[0] for part in title.split("{")[1:]]
             said = title.format(**{name: version(name) for name in packages})
             launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
-            command = f"$ {launch}muonmesh audit benchmarks/audits.py {maker}"
+            command = f"$ {launch}muonmesh audit benchmarks/studies/audits.py {maker}"
             lines = [line for line in done.stdout.splitlines() if " [WARNING] " not in line]
             text = "\n".join([f"### {said}", "", "```", command, *lines, "```", ""])
             begin, end = f"<!-- {maker} -->\n", f"<!-- end {maker} -->"

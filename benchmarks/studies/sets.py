@@ -1,8 +1,8 @@
 """Whether a coefficient set trains as well as another: models that learn bytes, with each set and several seeds.
 
-    python benchmarks/sets.py --json benchmarks/results/sets.json         # GPT-2, Llama and convolutions
-    python benchmarks/sets.py --kinds experts --seeds 0 --steps 20
-    python benchmarks/sets.py --sets polar_express "polar_express in fp16" --json benchmarks/results/sets_device.json
+    python -m benchmarks.studies.sets --json benchmarks/results/sets.json         # GPT-2, Llama and convolutions
+    python -m benchmarks.studies.sets --kinds experts --seeds 0 --steps 20
+    python -m benchmarks.studies.sets --sets polar_express "polar_express in fp16" --json FILE
 
 What counts is the loss in nats on windows of files that are not trained on. Each model is trained with the same batches
 and the same learning rate by every set, in fp32, with a linear schedule down to a tenth. Trainings that are in the JSON
@@ -24,9 +24,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from byte_models import KINDS, build, loss, text, windows
-from device_forms import PRODUCTS
-from trainings import Trainings
+from benchmarks.studies.byte_models import KINDS, build, loss, text, windows
+from benchmarks.studies.device_forms import PRODUCTS
+from benchmarks.studies.trainings import Trainings
 
 import muonmesh as mm
 from muonmesh.numerics.newton_schulz import Orthogonalizer

@@ -1,8 +1,8 @@
 """Whether `deflated` may be the default on CPUs: its errors against those of Polar Express, bf16, with every product.
 
-    python benchmarks/criteria.py --part plateaus --json benchmarks/results/criteria_plateaus.json
-    python benchmarks/criteria.py --part stress --json benchmarks/results/criteria_stress.json
-    python benchmarks/criteria.py --part momentum --momentum FILE --json benchmarks/results/criteria_momentum.json
+    python -m benchmarks.studies.criteria --part plateaus --json benchmarks/results/criteria_plateaus.json
+    python -m benchmarks.studies.criteria --part stress --json benchmarks/results/criteria_stress.json
+    python -m benchmarks.studies.criteria --part momentum --momentum FILE --json FILE
 
 On momentum (of momentum.py) it has to be nearer to the polar factor on every matrix, with singular values up to 1.15.
 On spectra of plateaus and on the matrices of stress.py its error may be 1.1 times that of Polar Express, or .1, and the
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stress import stress, with_values
+from benchmarks.studies.stress import stress, with_values
 from torch import Tensor
 
 from muonmesh.numerics.kernels import told_products
@@ -151,7 +151,7 @@ def main() -> None:
         )
     if options.json is not None:
         facts = {
-            "command": f"python benchmarks/criteria.py --part {options.part} --json FILE",
+            "command": f"python -m benchmarks.studies.criteria --part {options.part} --json FILE",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
             "cpu": torch.backends.cpu.get_cpu_capability(),

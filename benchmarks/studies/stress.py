@@ -1,7 +1,7 @@
 """Matrices made to break an iteration: how far its largest singular value and its own function are missed in bf16.
 
-    python benchmarks/stress.py --json benchmarks/results/stress.json
-    python benchmarks/stress.py --kinds peaked --sets deflated
+    python -m benchmarks.studies.stress --json benchmarks/results/stress.json
+    python -m benchmarks.studies.stress --kinds peaked --sets deflated
 
 Six shapes of each kind. An iteration promises a function of the singular values; every one of them has to end near 1
 or below. What is reported for each set of coefficients, from the singular value decomposition in fp64 of the bf16
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from iterations import polynomials_of
-from report import print_rows
+from benchmarks.report import print_rows
+from benchmarks.studies.iterations import polynomials_of
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
@@ -164,7 +164,7 @@ def main() -> None:
     print_rows(f"{len(table)} matrices", header, rows_of(table, options.sets))
     if options.json is not None:
         facts = {
-            "command": "python benchmarks/stress.py --json FILE",
+            "command": "python -m benchmarks.studies.stress --json FILE",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__,
             "cpu": torch.backends.cpu.get_cpu_capability(),

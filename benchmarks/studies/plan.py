@@ -1,7 +1,7 @@
 """Plans for clusters that are not here: what one rank of thousands computes before its first step.
 
-    python benchmarks/plan.py
-    python benchmarks/plan.py --cases llama --json plan.json
+    python -m benchmarks.studies.plan
+    python -m benchmarks.studies.plan --cases llama --json plan.json
 
 A plan is plain data and needs neither the machines nor the weights: models are built on the meta device, layouts are
 those that FSDP2, tensor and expert parallelism give. Seconds are those of one rank, from names, shapes and layouts to
@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from contenders import Entries
-from report import write_json
+from benchmarks.contenders import Entries
+from benchmarks.report import write_json
 from torch import nn
 
 import muonmesh as mm
@@ -281,7 +281,7 @@ def main() -> None:
         "targets": {"seconds": SECONDS, "megabytes": MEGABYTES},
         "bucket_elements": BUCKET_ELEMENTS,
     }
-    write_json(chosen.json, "benchmarks/plan.py", Entries((), (), {}), tables, facts)
+    write_json(chosen.json, "benchmarks/studies/plan.py", Entries((), (), {}), tables, facts)
     wrong = [f"{CASES[name].title}: {problem}" for name, found in results.items() for problem in found.problems]
     sys.exit("\n".join(wrong) or 0)
 

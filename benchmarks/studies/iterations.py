@@ -1,7 +1,7 @@
 """Iterations against each other: how near each comes to the polar factor in bf16, and how long it takes.
 
-    python benchmarks/iterations.py --momentum FILE --json benchmarks/results/iterations_deflated.json
-    python benchmarks/iterations.py --only speed --rounds 9
+    python -m benchmarks.studies.iterations --momentum FILE --json benchmarks/results/iterations_deflated.json
+    python -m benchmarks.studies.iterations --only speed --rounds 9
 
 Contenders: sets by name with torch's products, two with compiled ones too where the package has them ("one Gram matrix"
 is method="gram"), and "O": the 16 largest singular values brought down to the 16th, the matrix divided by a Schatten
@@ -197,7 +197,7 @@ def main() -> None:
     torch.set_num_threads(1)
     bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     figures: dict[str, Any] = {
-        "command": "python benchmarks/iterations.py --momentum FILE --json FILE",
+        "command": "python -m benchmarks.studies.iterations --momentum FILE --json FILE",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "load": round(os.getloadavg()[0], 1),

@@ -1,7 +1,7 @@
 """How results reach replicas in several machines: passed on from replica to replica, or by an all-gather of gloo's.
 
-    python benchmarks/replicas.py
-    python benchmarks/replicas.py --json benchmarks/results/replicas.json
+    python -m benchmarks.studies.replicas
+    python -m benchmarks.studies.replicas --json benchmarks/results/replicas.json
 
 Each machine is a network namespace with one link of a given bandwidth, on which its ranks send (`bandwidth.py`; Linux,
 root, `ip`, `tc`). Every rank owns one square matrix that all ranks hold, as under DDP. Both ways move the same results
@@ -86,7 +86,7 @@ def measure() -> None:
 
 def run(machines: int, local: int) -> dict[str, Any]:
     """Start the ranks of some machines, and return what they have measured."""
-    from bandwidth import hosts
+    from benchmarks.studies.bandwidth import hosts
 
     with hosts(machines, MEGABITS) as found:
         ranks = []
@@ -98,7 +98,7 @@ def run(machines: int, local: int) -> dict[str, Any]:
                 **{"LOCAL_WORLD_SIZE": f"{local}", "MASTER_ADDR": found[0].address, "MASTER_PORT": "29711"},
                 **{"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"},
             }
-            command = [*host.prefix, sys.executable, __file__, "--rank"]
+            command = [*host.prefix, sys.executable, "-m", "benchmarks.studies.replicas", "--rank"]
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
         told = [rank.communicate(timeout=300)[0] for rank in ranks]
         assert all(rank.returncode == 0 for rank in ranks)
@@ -124,7 +124,7 @@ def main() -> None:
             print(f"{machines} × {local} | {way} | {share:.2f} | {one['seconds']:.3f} | {ratio:.2f}")
             figures.append({"machines": machines, "ranks of each": local, "way": way, **one, "of one copy": share})
     if asked.json:
-        command = "python benchmarks/replicas.py --json benchmarks/results/replicas.json"
+        command = "python -m benchmarks.studies.replicas --json benchmarks/results/replicas.json"
         told = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "figures": figures}
         asked.json.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """What training loses if Muon's exchange is late or rare: a trial in one process, no mode of the optimizer.
 
-    python -m benchmarks.fewer_exchanges --json benchmarks/results/fewer_exchanges.json      # an hour on one core
+    python -m benchmarks.studies.fewer_exchanges --json benchmarks/results/fewer_exchanges.json   # an hour on one core
 
 The results of `MuonStep.compute` are changed as each way would change them, for whole matrices and with the
 same numbers on any number of ranks:
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import llama, sweep
-from benchmarks.trainings import Trainings
+from benchmarks.studies import llama, sweep
+from benchmarks.studies.trainings import Trainings
 from torch import Tensor
 
 from muonmesh.numerics.newton_schulz import orthogonalize

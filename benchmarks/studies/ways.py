@@ -1,7 +1,7 @@
 """Run the programs of docs/thirty-ways.md, and compare what they print with the comments behind their `print`.
 
-    python benchmarks/ways.py                                                 # those whose packages are installed
-    PYTHONPATH=DION:KELLER_JORDAN python benchmarks/ways.py --json benchmarks/results/ways.json   # adds to the record
+    python -m benchmarks.studies.ways                                          # those whose packages are installed
+    PYTHONPATH=DION:KELLER_JORDAN python -m benchmarks.studies.ways --json benchmarks/results/ways.json   # adds
 
 DION and KELLER_JORDAN are checkouts. A comment holds a line, or several between `;;`. Numbers may differ by 5 %.
 """
@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "thirty-ways.md"
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from benchmarks.sweep import RULES, rate_at
+from benchmarks.studies.sweep import RULES, rate_at
 from torch import Tensor, nn
 
 import muonmesh as mm

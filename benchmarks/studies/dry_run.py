@@ -1,8 +1,8 @@
 """What one step of Muon would launch, move and hold on CUDA, for one rank of any cluster, on a machine without a GPU.
 
-    python benchmarks/dry_run.py
-    python benchmarks/dry_run.py --cases gpt2 llama-fsdp64 --json dry_run.json
-    python benchmarks/dry_run.py --cases gpt2-12 --budgets 0 40 300
+    python -m benchmarks.studies.dry_run
+    python -m benchmarks.studies.dry_run --cases gpt2 llama-fsdp64 --json dry_run.json
+    python -m benchmarks.studies.dry_run --cases gpt2-12 --budgets 0 40 300
 
 The real step runs on fake tensors and torch's ``fake`` process group (`tests/device/dry_run.py`), beside those
 of torch.optim's Muon and of its AdamW (foreach) where one process holds all. Nothing is measured: launches, bytes and
@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from contenders import Entries
-from report import print_rows, write_json
+from benchmarks.contenders import Entries
+from benchmarks.report import print_rows, write_json
 from tests.device.dry_run import DryRun, dry_run
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -142,7 +142,7 @@ def main() -> None:
             )
     print_rows("One step on CUDA, dry run; ms: modelled, one H100", header, rows)
     if arguments.json:
-        write_json(arguments.json, "benchmarks/dry_run.py", Entries((), (), {}), {"dry run": figures}, {})
+        write_json(arguments.json, "benchmarks/studies/dry_run.py", Entries((), (), {}), {"dry run": figures}, {})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """LoRA's two factors under Muon and AdamW, on a model that is trained here first; learning rates swept alike.
 
-    python -m benchmarks.lora --json benchmarks/results/lora.json        # needs peft; minutes on one core
-    python -m benchmarks.lora --pretrained adamw --rates .001 .003 .01 .02 .03 .05 .1 --json FILE
+    python -m benchmarks.studies.lora --json benchmarks/results/lora.json        # needs peft; minutes on one core
+    python -m benchmarks.studies.lora --pretrained adamw --rates .001 .003 .01 .02 .03 .05 .1 --json FILE
 
 A Llama of `muonmesh train` learns Python's standard library. Then its weights are frozen, and adapters of rank 8 on
 all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. Every way
@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.llama import BATCH, HELD_OUT, LENGTH, VOCAB, loss
-from benchmarks.sweep import final, rate_at
-from benchmarks.trainings import Trainings
+from benchmarks.studies.llama import BATCH, HELD_OUT, LENGTH, VOCAB, loss
+from benchmarks.studies.sweep import final, rate_at
+from benchmarks.studies.trainings import Trainings
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from torch import nn
@@ -49,7 +49,7 @@ WAYS: dict[str, dict[str, str]] = {
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RANK = 8
 FIRST: dict[str, dict[str, Any]] = {"muon": {"lr": 6e-3}, "adamw": {"lr": 3e-3, "overrides": {".*": "adamw"}}}
-"""How the model is trained before, each with the best rate of `benchmarks/adamw_sweep.py`."""
+"""How the model is trained before, each with the best rate of results/adamw_sweep.json."""
 SETTINGS: dict[str, Any] = {"process_group": "local", "compute_dtype": torch.float32}  # bf16 is emulated on most CPUs
 
 

@@ -1,7 +1,7 @@
 """A step of few or many small matrices of distinct shapes on a CPU, beside torch.optim.Muon in the same process.
 
-    python benchmarks/small.py
-    python benchmarks/small.py --rounds 15 --json benchmarks/results/small.json
+    python -m benchmarks.studies.small
+    python -m benchmarks.studies.small --rounds 15 --json benchmarks/results/small.json
 
 Distinct shapes are the worst case: nothing can be batched. Processor time of one thread, in turns; the ratio is the
 median over the rounds of torch's time over ours, so above 1 ours is faster.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from report import cpu, print_rows
+from benchmarks.report import cpu, print_rows
 from torch import nn
 
 import muonmesh as mm

@@ -1,10 +1,10 @@
 """Whether what devices compute in fp16 may be their default: its errors against those of Polar Express in bf16.
 
-    python benchmarks/device_forms.py --part ranks
-    python benchmarks/device_forms.py --part plateaus
-    python benchmarks/device_forms.py --part stress
-    python benchmarks/device_forms.py --part momentum --momentum FILE       # of momentum.py
-    python benchmarks/device_forms.py --part magnitudes
+    python -m benchmarks.studies.device_forms --part ranks
+    python -m benchmarks.studies.device_forms --part plateaus
+    python -m benchmarks.studies.device_forms --part stress
+    python -m benchmarks.studies.device_forms --part momentum --momentum FILE       # of momentum.py
+    python -m benchmarks.studies.device_forms --part magnitudes
 
 Figures of all parts go into one JSON file (--json). No device is needed: `DeviceIteration` runs with products that add
 up in fp32 and round once, as Triton's do. "bf16" is what devices did before, Polar Express of 2 + 1 + 2 steps by
@@ -24,16 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import criteria
 import torch
-from stress import with_values
+from benchmarks.studies import criteria
+from benchmarks.studies.stress import with_values
 from torch import Tensor
 
 from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 
-OUT = Path(__file__).parent / "results" / "device_forms.json"
+OUT = Path(__file__).parents[1] / "results" / "device_forms.json"
 PARTS = ("ranks", "plateaus", "stress", "momentum", "magnitudes")
 
 

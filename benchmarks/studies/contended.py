@@ -1,7 +1,7 @@
 """A step beside other busy processes: ours and torch.optim.Muon in turns, in wall time and in processor time.
 
-    python benchmarks/contended.py --json benchmarks/results/contended.json
-    python benchmarks/contended.py --busy 2 --shapes 768x768 --layouts one --ours torch:kernels=torch
+    python -m benchmarks.studies.contended --json benchmarks/results/contended.json
+    python -m benchmarks.studies.contended --busy 2 --shapes 768x768 --layouts one --ours torch:kernels=torch
 
 `--busy K` processes, which do nothing but count, run beside the ranks; the benchmark starts them, and ends them by
 their ids. One process has as many threads as there are cores, and two gloo ranks have one thread each. The wall time is
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import OURS, TORCH, Entries
-from report import print_rows, quartiles, write_json
-from step import PATIENCE
+from benchmarks.contenders import OURS, TORCH, Entries
+from benchmarks.report import print_rows, quartiles, write_json
+from benchmarks.step import PATIENCE
+from benchmarks.workload import GPT2_SMALL_LAYER, Layout, Shape, Workload, parse_shapes
 from torch.multiprocessing.spawn import spawn
-from workload import GPT2_SMALL_LAYER, Layout, Shape, Workload, parse_shapes
 
 KINDS = "wall", "processor", "lost"
 Case = tuple[str, tuple[Shape, ...]]
@@ -175,7 +175,7 @@ def main() -> None:
                 slower.append(f"{LAYOUTS[key].title}, {name}, {count} busy: {told[OURS]['ratio']}")
         print_rows(LAYOUTS[key].title, ["", "", "torch's time / its", "wall, ms", "processor, ms"], rows)
     if chosen.json:
-        write_json(chosen.json, "benchmarks/contended.py", entries, tables, {"load_before": before})
+        write_json(chosen.json, "benchmarks/studies/contended.py", entries, tables, {"load_before": before})
     sys.exit("\n".join(slower) or 0)
 
 

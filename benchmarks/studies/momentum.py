@@ -1,7 +1,7 @@
 """Record the momentum of models that learn the standard library byte by byte, for iterations.py and criteria.py.
 
-    python -m benchmarks.momentum --out momentum.safetensors       # four kinds of models, steps 4, 16 and 48
-    python -m benchmarks.momentum --out FILE --kinds gpt2 --width 768 --blocks 0 1 --at 21 159    # for iterations.py
+    python -m benchmarks.studies.momentum --out momentum.safetensors       # four kinds of models, steps 4, 16 and 48
+    python -m benchmarks.studies.momentum --out FILE --kinds gpt2 --width 768 --blocks 0 1 --at 21 159
 
 What is written are the directions that Muon orthogonalizes, fp32, fused parameters cut into their matrices, of the last
 block or of those asked for, under names such as gpt2.48.transformer.h.1.attn.c_attn.weight.0. Needs transformers and
@@ -11,17 +11,14 @@ safetensors.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from benchmarks.studies.byte_models import KINDS, build, loss, text, windows
 from safetensors.torch import save_file
 from tests.reference import split
 from torch import Tensor, nn
 
 import muonmesh as mm
-
-sys.path.append(str(Path(__file__).parent))
-from byte_models import KINDS, build, loss, text, windows
 
 MOMENTUM, BATCH, SHOWN = 0.95, 4, 2
 

@@ -1,8 +1,8 @@
 """orthogonalize: how exact, at which magnitudes, how fast against torch.optim.Muon's iteration.
 
-    python benchmarks/orthogonalize.py                                    # the three tables
-    python benchmarks/orthogonalize.py --only accuracy --momentum CHECKPOINT
-    python benchmarks/orthogonalize.py --only speed --threads 1 --rounds 15 --json speed.json
+    python -m benchmarks.studies.orthogonalize                                    # the three tables
+    python -m benchmarks.studies.orthogonalize --only accuracy --momentum CHECKPOINT
+    python -m benchmarks.studies.orthogonalize --only speed --threads 1 --rounds 15 --json speed.json
 
 `CHECKPOINT` is a folder of `muonmesh train`, such as runs/NAME/checkpoints/muon/step-00000600. Errors are relative, in
 the Frobenius norm, to the polynomials applied to fp64 singular values. Speeds are ratios of rounds that take turns,

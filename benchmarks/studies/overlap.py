@@ -1,9 +1,9 @@
 """What of a step's communication hides under its computing, on gloo ranks of one thread each.
 
-    python benchmarks/overlap.py --json benchmarks/results/overlap.json
-    python benchmarks/overlap.py --only bound --ranks 2 --megabits 150 --rounds 9
-    python benchmarks/overlap.py --only gradients --ranks 2 4 --json benchmarks/results/to_owners.json
-    python benchmarks/overlap.py --only trace --ranks 2 --megabits 60 --trace docs/images/draw/timeline.json
+    python -m benchmarks.studies.overlap --json benchmarks/results/overlap.json
+    python -m benchmarks.studies.overlap --only bound --ranks 2 --megabits 150 --rounds 9
+    python -m benchmarks.studies.overlap --only gradients --ranks 2 4 --json benchmarks/results/to_owners.json
+    python -m benchmarks.studies.overlap --only trace --ranks 2 --megabits 60 --trace docs/images/draw/timeline.json
 
 Each rank has a network namespace of its own, with links of a given bandwidth (`bandwidth.py`; needs root): on the
 loopback device transfers are copied by the cores that should compute meanwhile. ``--megabits 0`` takes it all
@@ -45,9 +45,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bandwidth import hosts
-from contenders import Entries
-from report import print_rows, quartiles, write_json
+from benchmarks.contenders import Entries
+from benchmarks.report import print_rows, quartiles, write_json
+from benchmarks.studies.bandwidth import hosts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -425,7 +425,7 @@ def measure(part: str, kind: str, ranks: int, megabits: float, options: argparse
             env = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
             env |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
             env |= {"GLOO_SOCKET_IFNAME": host.interface}
-            command = [*host.prefix, sys.executable, __file__, "--serve", name]
+            command = [*host.prefix, sys.executable, "-m", "benchmarks.studies.overlap", "--serve", name]
             started.append(subprocess.Popen(command, env=env))
         try:
             codes = [process.wait() for process in started]
@@ -513,7 +513,7 @@ def main() -> None:
     if options.json:
         facts = {"load_before": load, "rounds": options.rounds, "blocks": options.blocks, "dtype": options.dtype}
         tables.pop("trace", None)
-        write_json(options.json, "benchmarks/overlap.py", Entries((), (), {}), tables, facts)
+        write_json(options.json, "benchmarks/studies/overlap.py", Entries((), (), {}), tables, facts)
 
 
 def kept(name: str, ranks: list[Found], options: argparse.Namespace) -> Found:

@@ -1,11 +1,11 @@
 """Every rule of muonmesh and AdamW on language models of three sizes: rates and decays swept with the same budget.
 
-    PYTHONPATH=src python benchmarks/evidence.py                              # a CPU, 2 processes: under two hours
-    PYTHONPATH=src python benchmarks/evidence.py --budget try --steps 30 --seeds 1               # minutes
-    PYTHONPATH=src python benchmarks/evidence.py --device cuda --workers 14 --seconds 240 --out evidence.jsonl
-    PYTHONPATH=src python benchmarks/evidence.py --resume evidence.jsonl --seconds 240           # goes on
-    PYTHONPATH=src python benchmarks/evidence.py --report evidence.jsonl --json benchmarks/results/evidence.json \
-        --picture docs/images/evidence.png
+    PYTHONPATH=src python -m benchmarks.studies.evidence                           # a CPU, 2 processes: under two hours
+    PYTHONPATH=src python -m benchmarks.studies.evidence --budget try --steps 30 --seeds 1               # minutes
+    PYTHONPATH=src python -m benchmarks.studies.evidence --device cuda --workers 14 --seconds 240 --out evidence.jsonl
+    PYTHONPATH=src python -m benchmarks.studies.evidence --resume evidence.jsonl --seconds 240           # goes on
+    PYTHONPATH=src python -m benchmarks.studies.evidence --report evidence.jsonl \
+        --json benchmarks/results/evidence.json --picture docs/images/evidence.png
 
 The text is Python's own standard library, with a tokenizer made of it on the spot. `sweep.py` says in which order the
 trainings come: a cut leaves the rules level. Each finished one is a line of the file at once. A rule is measured by
@@ -33,12 +33,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # as a script, and in the processes that it starts
-
 import torch
-from benchmarks.crew import Crew, Train
-from benchmarks.decoder import Decoder, Size, Text, loss
-from benchmarks.sweep import BUDGETS, RULES, Job, chosen, final, left, middle, rate_at, record, steps_to
+from benchmarks.studies.crew import Crew, Train
+from benchmarks.studies.decoder import Decoder, Size, Text, loss
+from benchmarks.studies.sweep import BUDGETS, RULES, Job, chosen, final, left, middle, rate_at, record, steps_to
 from torch import Tensor, nn
 
 import muonmesh as mm
@@ -361,7 +359,7 @@ def write_summary(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Validation losses: every training in grey, and each rule at its final pair, the mean over seeds, in color."""
-    sys.path.append(str(Path(__file__).parents[1] / "docs" / "images" / "draw"))
+    sys.path.append(str(Path(__file__).parents[2] / "docs" / "images" / "draw"))
     from canvas import INK, QUIET, save
     from matplotlib import colormaps, pyplot
 

@@ -1,7 +1,7 @@
 """The coefficients of the set "deflated", derived in high precision.
 
-    python benchmarks/remez.py
-    python benchmarks/remez.py --smallest 0.02 --degrees 5 9
+    python -m benchmarks.studies.remez
+    python -m benchmarks.studies.remez --smallest 0.02 --degrees 5 9
 
 The polynomials are taken one after the other, as The Polar Express does (arXiv 2505.16932). The ones before have made
 [a, b] of [l, 1]; the next has the least largest |1 − p(x)| on [max(a, b·cushion), b], and is then scaled, so that what

@@ -1,8 +1,8 @@
 """A certificate: which Muon computes in which layout what it computes in one process. Writes docs/certificate.md.
 
-    python -m benchmarks.certificate --cache FOLDER --peer dion=PATH --json benchmarks/results/certificate.json
-    python -m benchmarks.certificate --projects muonmesh torch --kinds ddp fsdp2     # something quick
-    python -m benchmarks.certificate --page                                           # the page of the recorded run
+    python -m benchmarks.studies.certificate --cache FOLDER --peer dion=PATH --json benchmarks/results/certificate.json
+    python -m benchmarks.studies.certificate --projects muonmesh torch --kinds ddp fsdp2     # something quick
+    python -m benchmarks.studies.certificate --page                                # the page of the recorded run
 
 Each project's own package takes three steps in one process and in each layout, on 2 and on 4 gloo ranks of one thread,
 with the same weights and the same gradients (certificate_cells.py). The whole weights after each step are compared
@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -32,9 +31,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.certificate_cells import KINDS, MODELS, PROJECTS, Layout, ReplicasError, cell, layouts
+from benchmarks.studies.certificate_cells import KINDS, MODELS, PROJECTS, Layout, ReplicasError, cell, layouts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks/results/certificate.json"
 PAGE = ROOT / "docs/certificate.md"
 ROUNDING = 1e-6
@@ -109,7 +108,7 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
         importlib.import_module(project.package)
     except Exception as error:
         return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
-    multiprocessing.set_forkserver_preload(["tests.workers", "benchmarks.certificate_cells", project.package])
+    multiprocessing.set_forkserver_preload(["tests.workers", "benchmarks.studies.certificate_cells", project.package])
     pools: dict[int, Pool] = {}
     references: dict[str, Any] = {}
 
@@ -243,7 +242,17 @@ def all_projects(names: Iterable[str], kinds: list[str], cache: Path | None, pee
         python, environment = where
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
-            run = [python, "-m", "benchmarks.certificate", "--run", name, "--kinds", *kinds, "--json", str(file)]
+            run = [
+                python,
+                "-m",
+                "benchmarks.studies.certificate",
+                "--run",
+                name,
+                "--kinds",
+                *kinds,
+                "--json",
+                str(file),
+            ]
             done = subprocess.run(run, env=environment, cwd=ROOT, check=False)
             if done.returncode:
                 found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}}
@@ -428,7 +437,7 @@ during the backward pass.
 
 ```
 make setup .venv-hosts/.ready .venv-megatron/.ready
-.venv/bin/python -m benchmarks.certificate --cache /tmp/certificate --json certificate.json{peers}
+.venv/bin/python -m benchmarks.studies.certificate --cache /tmp/certificate --json certificate.json{peers}
 ```
 
 A `--peer` is a checkout of a project that is on no package index. Without the option, the command leaves the project
@@ -466,15 +475,14 @@ def main() -> None:
     for name, row in found.items():
         print(name, row.get("absent", ""), {key: text_of(each) for key, each in row["cells"].items()})
     if chosen.json:
-        sys.path.append(str(ROOT / "benchmarks"))  # last: kernels.py has the name of a package
-        from contenders import Entries
-        from report import write_json
+        from benchmarks.contenders import Entries
+        from benchmarks.report import write_json
 
         if Path(chosen.json).exists():
             rows = json.loads(Path(chosen.json).read_text())["tables"] | found
             found = {name: rows[name] for name in PROJECTS if name in rows}
         facts = {"models": MODELS}
-        write_json(chosen.json, "-m benchmarks.certificate", Entries((), (), {}), found, facts)
+        write_json(chosen.json, "-m benchmarks.studies.certificate", Entries((), (), {}), found, facts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What `split_params(model, example=...)` makes of all models of transformers, and of other libraries' models.
 
-    python benchmarks/model_roles.py --json benchmarks/results/model_roles.json
-    python benchmarks/model_roles.py --only GPT2LMHeadModel --only timm/vit
+    python -m benchmarks.studies.model_roles --json benchmarks/results/model_roles.json
+    python -m benchmarks.studies.model_roles --only GPT2LMHeadModel --only timm/vit
 
 Each class of transformers is built small (two layers, widths divided, see `tests/zoo.py`) and run on generated inputs.
 The oracle (`tests/influence.py`) shares nothing with the reader of graphs: it watches operations for which weights take
@@ -17,7 +17,6 @@ import json
 import random
 import re
 import signal
-import sys
 import time
 import warnings
 from collections import Counter
@@ -25,20 +24,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+import transformers
+from benchmarks.studies.model_table import MODELS
+from tests import zoo
+from tests.influence import Influence, differences
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
+from torch.utils._pytree import tree_leaves
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from benchmarks.model_table import MODELS  # noqa: E402
-from tests import zoo  # noqa: E402
-from tests.influence import Influence, differences  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from muonmesh import split_params
+from muonmesh.groups import example as examples
 
-from muonmesh import split_params  # noqa: E402
-from muonmesh.groups import example as examples  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 FACTORS = (16, 8, 4, 2, 1)
 """Widths are divided by the first of these with which a class can be built and run."""

@@ -1,7 +1,7 @@
 """Which products are the fastest on this processor, shape by shape: it decides what ``kernels="auto"`` takes there.
 
-    python benchmarks/processor.py --json benchmarks/results/processor_NAME.json
-    python benchmarks/processor.py --threads 1 --shapes 768x768,768x3072 --rounds 5
+    python -m benchmarks.studies.processor --json benchmarks/results/processor_NAME.json
+    python -m benchmarks.studies.processor --threads 1 --shapes 768x768,768x3072 --rounds 5
 
 A step of muonmesh.Muon with each ``kernels`` that runs here takes turns with one of torch.optim.Muon, on the same
 weights and gradients. The ratio is the median over the rounds of torch.optim.Muon's time over ours, so above 1 ours is
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from report import cpu, print_rows
+from benchmarks.report import cpu, print_rows
+from benchmarks.workload import Shape, parse_shapes
 from torch import nn
-from workload import Shape, parse_shapes
 
 import muonmesh as mm
 from muonmesh.numerics.kernels import check_kernels

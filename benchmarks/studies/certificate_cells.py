@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -326,8 +324,7 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
 
     def run(layout: Layout, audited: bool) -> Any:
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(layout.ranks))
-        sys.path.append(str(Path(__file__).parent))  # last: kernels.py has the name of a package
-        from deepspeed_step import close, config_of, weights
+        from benchmarks.deepspeed_step import close, config_of, weights
 
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         model = Model(MODELS[layout.model])
