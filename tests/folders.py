@@ -9,7 +9,7 @@ from typing import Any
 
 from muonmesh.checkpoint import folder
 from muonmesh.checkpoint.folder import look
-from muonmesh.checkpoint.index import MANIFEST_FILE, digest_of, entry_of
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, digest_of, entry_of
 from muonmesh.checkpoint.ranks import together
 from muonmesh.checkpoint.record import _written, fill, wanted
 from muonmesh.comm.placing import storage_of

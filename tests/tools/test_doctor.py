@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.folder import before_at
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app

@@ -34,7 +34,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from muonmesh.checkpoint.index import (
+from muonmesh.checkpoint.manifest import (
     BESIDE,
     DATA_FILE,
     MANIFEST_FILE,
@@ -52,7 +52,7 @@ from muonmesh.checkpoint.index import (
     write_manifest,
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import STATE, Boxes, Share
+from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
@@ -259,7 +259,7 @@ class _Pickler(pickle.Pickler):
 AGAIN = "save again"
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: Mapping[str, Any]) -> None:
+def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], settings: Mapping[str, Any]) -> None:
     """Write a checkpoint to disk under a temporary name next to ``path``, and then rename it. Called on all ranks.
 
     If the process, the machine or the disk fails at any time, `look` finds either the old checkpoint or the complete
@@ -311,7 +311,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: 
         on_first_rank(finish)
 
 
-def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
+def _boxes_to_write(tensors: Mapping[str, LocalBoxes]) -> list[tuple[str, Sizes]]:
     """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
     mine = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
     everyone = tell_all(mine)
@@ -328,7 +328,7 @@ def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
     return own
 
 
-def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tuple[str, Sizes]]) -> Manifest:
+def _write_boxes(scratch: Path, tensors: Mapping[str, LocalBoxes], own: Sequence[tuple[str, Sizes]]) -> Manifest:
     """Write boxes of this rank into a file of the locked folder, each as a file of `torch.save`; return what is there.
 
     Raises:

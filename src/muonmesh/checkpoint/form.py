@@ -14,17 +14,17 @@ from muonmesh.files import is_finite, is_whole
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """A kind of values: its name in messages, and a function that tests whether a value is of this kind."""
 
     name: str
     holds: Callable[[Any], bool]
 
 
-Form: TypeAlias = "Kind | list[Any] | tuple[Any, ...] | dict[Any, Any] | None"
-"""The structure that a value must have. A `Kind`: a value of this kind. ``None``: the value None. ``[form]``: a list
-whose entries have this form. ``(form, ...)``: one of these forms. A dict: a dict in which each string key must exist
-with a value of its form; a Kind as key applies to all keys."""
+Form: TypeAlias = "ValueKind | list[Any] | tuple[Any, ...] | dict[Any, Any] | None"
+"""The structure that a value must have. A `ValueKind`: a value of this kind. ``None``: the value None. ``[form]``: a
+list whose entries have this form. ``(form, ...)``: one of these forms. A dict: a dict in which each string key must
+exist with a value of its form; a ValueKind as key applies to all keys."""
 
 
 def _is_readable(value: object) -> bool:
@@ -34,14 +34,14 @@ def _is_readable(value: object) -> bool:
     return value.layout == torch.strided and not odd
 
 
-ANYTHING = Kind("anything", lambda value: True)
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-SIZE = Kind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 1 << 63)
-FINITE = Kind("a finite number", is_finite)
-POSITIVE = Kind("a positive, finite number", lambda value: is_finite(value) and value > 0)
-PARAMETER = Kind("a parameter or its name", lambda value: isinstance(value, str | Tensor))
-KEY = Kind("a parameter, its number or its name", lambda value: is_whole(value) or PARAMETER.holds(value))
-VALUE = Kind("a dense tensor, or no tensor", _is_readable)
+ANYTHING = ValueKind("anything", lambda value: True)
+TEXT = ValueKind("a string", lambda value: isinstance(value, str))
+SIZE = ValueKind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 1 << 63)
+FINITE = ValueKind("a finite number", is_finite)
+POSITIVE = ValueKind("a positive, finite number", lambda value: is_finite(value) and value > 0)
+PARAMETER = ValueKind("a parameter or its name", lambda value: isinstance(value, str | Tensor))
+KEY = ValueKind("a parameter, its number or its name", lambda value: is_whole(value) or PARAMETER.holds(value))
+VALUE = ValueKind("a dense tensor, or no tensor", _is_readable)
 
 STATE_DICT: Form = {
     "param_groups": [{"params": [KEY], "param_names": ([TEXT], None), TEXT: VALUE}],
@@ -52,13 +52,13 @@ STATE_DICT: Form = {
 
 def only(form: Mapping[str, Form]) -> Form:
     """Return the form of a dict that has these keys and no others."""
-    return {**form, Kind(f"one of {', '.join(form)}", form.__contains__): ANYTHING}
+    return {**form, ValueKind(f"one of {', '.join(form)}", form.__contains__): ANYTHING}
 
 
-def one_of(values: Collection[Any], why: str = "") -> Kind:
+def one_of(values: Collection[Any], why: str = "") -> ValueKind:
     """Return the kind that contains exactly these values; True does not count as 1."""
     name = " or ".join(map(repr, values)) + why
-    return Kind(name, lambda value: any(type(value) is type(one) and value == one for one in values))
+    return ValueKind(name, lambda value: any(type(value) is type(one) and value == one for one in values))
 
 
 def misfit(where: str, value: Any, form: Form) -> tuple[str, str, str] | None:
@@ -75,7 +75,7 @@ def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str
             return
         case None:
             fits, needed = value is None, "nothing"
-        case Kind():
+        case ValueKind():
             fits, needed = form.holds(value), form.name
         case list():
             fits, needed = isinstance(value, list | tuple), "a list"
@@ -88,7 +88,7 @@ def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str
             yield from _misfits(f"{where}[{number}]", each, form[0])
     elif isinstance(form, dict):
         for key, its in form.items():
-            if isinstance(key, Kind):
+            if isinstance(key, ValueKind):
                 for each in value:
                     yield from _misfits(f"a key of {where}", each, key)
                     yield from _misfits(f"{where}[{_told(each)}]", value[each], its)

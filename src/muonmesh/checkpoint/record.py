@@ -1,6 +1,6 @@
-"""Record: one parameter and its state, as whole tensors, of which this rank stores some boxes.
+"""ParameterRecord: one parameter and its state, as whole tensors, of which this rank stores some boxes.
 
-`Recorded` gives `muonmesh.checkpoint` the Records of a `Muon`; integrations derive classes of it.
+`CheckpointedOptimizer` gives `muonmesh.checkpoint` the ParameterRecords of a `Muon`; integrations derive classes of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
     }
 
 
-class Share(NamedTuple):
+class LocalBoxes(NamedTuple):
     """What this rank writes of one tensor of a checkpoint.
 
     Attributes:
@@ -67,11 +67,11 @@ STATE = "optimizer.state"
 """The prefixes of the names of weights and of state in a checkpoint, as in torch's checkpoints."""
 
 IN_PLACE = Precision(torch.float32, torch.float32, None)
-"""The default precision of a Record: fp32, no master weights, and state on the parameter's device."""
+"""The default precision of a ParameterRecord: fp32, no master weights, and state on the parameter's device."""
 
 
 @dataclass(frozen=True)
-class Record:
+class ParameterRecord:
     """One parameter with its state, as a checkpoint saves and loads them; or a tensor that no optimizer steps.
 
     Attributes:
@@ -128,7 +128,7 @@ class Record:
         """Return the storage of an entry."""
         return self.parameter.storage if part is None else part.layout.storage
 
-    def shares(self) -> Iterator[tuple[str, Share]]:
+    def shares(self) -> Iterator[tuple[str, LocalBoxes]]:
         """Yield what this rank writes of each entry that it has, by name.
 
         The weights are those in the precision in which they are trained, so a checkpoint has no separate master
@@ -178,12 +178,12 @@ class Record:
             fill(local, storage, boxes)
 
 
-def _written(local: Tensor, storage: Storage) -> Share:
+def _written(local: Tensor, storage: Storage) -> LocalBoxes:
     layout = storage.layout
     # On a mesh, all replicas have the same boxes, and `folder.write` writes each box once.
     # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
     own = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
-    return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
+    return LocalBoxes(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
 
 
 def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:
@@ -202,7 +202,7 @@ def fill(local: Tensor, storage: Storage, boxes: Boxes) -> None:
         local.copy_(memory)
 
 
-class Recorded:
+class CheckpointedOptimizer:
     """What `muonmesh.checkpoint` saves of a `Muon` and loads into it.
 
     A framework that wraps the optimizer derives a class, and overrides the methods whose answers are others there. Only
@@ -227,8 +227,8 @@ class Recorded:
             prepare_state(entry, self.runtime.precision)
 
     @plain_modes()
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter of this rank, with its state.
+    def checkpoint_records(self) -> list[ParameterRecord]:
+        """Return a `ParameterRecord` of every parameter of this rank, with its state.
 
         The ranks communicate only if a rule keeps state at the owner of a matrix (the rank that orthogonalizes it), and
         no step has assigned the owners yet.
@@ -237,7 +237,7 @@ class Recorded:
             StateError: a parameter has state that the optimizer does not read.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
-        optimizer, runtime, records = self.optimizer, self.runtime, list[Record]()
+        optimizer, runtime, records = self.optimizer, self.runtime, list[ParameterRecord]()
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
         if not planned.connected and planned.plan.keepers:
@@ -250,7 +250,7 @@ class Recorded:
             check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
             saved = [each._replace(dtype=each.layout.saved_dtype(runtime.precision)) for each in forms]
             parts = tuple(each for each in saved if each.key != "master")
-            records.append(Record(member, state, parts, group, runtime.precision))
+            records.append(ParameterRecord(member, state, parts, group, runtime.precision))
         return records
 
     def checkpoint_changing(self) -> None:

@@ -1,8 +1,8 @@
 """Saves a model and its optimizer as a checkpoint that any layout can read, and loads it.
 
-`save` gets a Record of each parameter from the optimizer, makes a Share of each tensor in the Records, and writes the
-Shares with `folder.write`. `load` checks the folder with `folder.look`, finds with `fitting.fit` where each tensor
-goes, reads into new memory, and only then writes to the model and the optimizer.
+`save` gets a ParameterRecord of each parameter from the optimizer, and writes the LocalBoxes of each tensor in the
+records with `folder.write`. `load` checks the folder with `folder.look`, finds with `load_plan.plan_load` where each
+tensor goes, reads into new memory, and only then writes to the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.index import SETTINGS_FILE
+from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settings_of
+from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, settled, together
-from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
@@ -79,7 +79,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     Warns:
         UserWarning: on rank 0: replicas of a weight have drifted apart.
     """
-    host = settled(lambda: recorded(optimizer))
+    host = settled(lambda: checkpointed(optimizer))
     settled(host.refuse_if_interrupted)
     reshard(model)
     with host.whole(model, write=False):
@@ -130,14 +130,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         FileError: on every rank: there is no complete checkpoint.
         TypeError: `save` does not take such an optimizer.
     """
-    host = settled(lambda: recorded(optimizer))
+    host = settled(lambda: checkpointed(optimizer))
     reshard(model)
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
         names = {name for some in tell_all([record.name for record in records]) for name in some}
-        found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
+        found = settled(lambda: plan_load(path, contents.held, contents.settings, records, names, strict=strict))
         together(lambda: contents.read(found.boxes))
         settled(found.check)
         host.checkpoint_changing()
@@ -145,24 +145,24 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     host.checkpoint_restored()
 
 
-def recorded(optimizer: Any) -> Recorded:
+def checkpointed(optimizer: Any) -> CheckpointedOptimizer:
     """Return the optimizer of muonmesh inside wrappers, such as Accelerate's, Lightning's and DeepSpeed's.
 
     Raises:
         TypeError: there is no optimizer of muonmesh in the wrappers.
     """
     for inner in layers_of(optimizer):
-        if isinstance(inner, Recorded):
+        if isinstance(inner, CheckpointedOptimizer):
             return inner
         if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return Recorded(inner)
+            return CheckpointedOptimizer(inner)
     found = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
     raise TypeError(explain_error("optimizer", found, needed, write))
 
 
-def _records(host: Recorded, model: nn.Module) -> list[Record]:
+def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRecord]:
     """Return records of the tensors that the optimizer steps, then of frozen parameters and the persistent buffers.
 
     Raises:
@@ -192,7 +192,7 @@ def _records(host: Recorded, model: nn.Module) -> list[Record]:
             untrained[name] = tensor
     for name, tensor in untrained.items():
         storage = storage_of(name, tensor, None)
-        records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
+        records.append(ParameterRecord(OptimizedParameter(name, tensor, storage, storage)))
     return records
 
 
@@ -203,7 +203,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _digest(record: Record) -> str:
+def _digest(record: ParameterRecord) -> str:
     """Return a hash of shape, dtype and layout, which must be equal on all ranks that have a tensor."""
     storage = record.parameter.storage
     layout, told = storage.layout, f"{tuple(storage.shape)} {record.parameter.tensor.dtype}"
@@ -212,7 +212,7 @@ def _digest(record: Record) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def _sums(records: Iterable[Record]) -> dict[tuple[str, tuple[int, ...]], int]:
+def _sums(records: Iterable[ParameterRecord]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
     whole = [record.parameter for record in records if record.parameter.storage.replicated]
     return {(each.name, each.ranks): int(sum_of_bits(each.storage, each.tensor, each.tensor.device)) for each in whole}
@@ -228,7 +228,7 @@ def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> No
         warn(about(name, what))
 
 
-def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> None:
+def _check_alike(said: Sequence[dict[str, str]], records: Iterable[ParameterRecord]) -> None:
     """Check that a name means the same tensor on all ranks; of two tensors, only one would be saved.
 
     Raises:

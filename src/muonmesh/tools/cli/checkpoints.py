@@ -17,9 +17,9 @@ from torch import nn
 
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
-from muonmesh.checkpoint.index import read_manifest
+from muonmesh.checkpoint.manifest import read_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.save_load import recorded
+from muonmesh.checkpoint.save_load import checkpointed
 from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
@@ -148,7 +148,7 @@ def check_finite(optimizer: Muon, kept: str) -> None:
     Raises:
         FileError: a tensor is not finite; the message names the first.
     """
-    for record in recorded(optimizer).checkpoint_records():
+    for record in checkpointed(optimizer).checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
                 raise FileError(

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
-from muonmesh.checkpoint.fitting import check_saved
 from muonmesh.checkpoint.folder import found_at
-from muonmesh.checkpoint.index import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
+from muonmesh.checkpoint.load_plan import check_saved
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, TEXT, Kind, check_form, one_of
+from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, TEXT, ValueKind, check_form, one_of
 from muonmesh.errors import FileError
 from muonmesh.files import read_text, write_text, writing
 from muonmesh.table import aligned
@@ -34,7 +34,7 @@ METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
 OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
 OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
-OF_A_STEP |= {"step": Kind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
+OF_A_STEP |= {"step": ValueKind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
 OF_A_STEP |= {"step_seconds": POSITIVE}  # the report divides by both
 OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE, "optimizer": ({TEXT: (FINITE, None)}, None)}
 

@@ -1,4 +1,4 @@
-"""Fit: determines where each tensor of a checkpoint goes in a model and an optimizer, before any tensor is read.
+"""LoadPlan: determines where each tensor of a checkpoint goes in a model and an optimizer, before any tensor is read.
 
 Settings of param groups are saved as JSON, and found again by the names of the parameters.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.form import TEXT, Kind, check_form, only
-from muonmesh.checkpoint.index import REMEDY, SavedTensor
+from muonmesh.checkpoint.form import TEXT, ValueKind, check_form, only
+from muonmesh.checkpoint.manifest import REMEDY, SavedTensor
 from muonmesh.checkpoint.ranks import first_difference
-from muonmesh.checkpoint.record import MODEL, STATE, Boxes, Record
+from muonmesh.checkpoint.record import MODEL, STATE, Boxes, ParameterRecord
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
 from muonmesh.files import is_whole
@@ -35,7 +35,7 @@ OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name"
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
 
 
-def settings_of(records: Iterable[Record]) -> dict[str, Any]:
+def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
     """Return the settings of the parameters on this rank, as data for JSON.
 
     Returns:
@@ -95,8 +95,8 @@ def _is_plain(value: Any, depth: int = 8) -> bool:
     return value is None or (isinstance(value, bool | int | float | str) and value == value)  # no NaN
 
 
-_PLAIN = Kind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
-_SETTING = Kind("the name of a setting", lambda name: name not in OWN_KEYS)
+_PLAIN = ValueKind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
+_SETTING = ValueKind("the name of a setting", lambda name: name not in OWN_KEYS)
 
 
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     Raises:
         FileError: they have another form.
     """
-    number = Kind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
+    number = ValueKind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
     form = only(
         {
             "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {_SETTING: _PLAIN}})],
@@ -116,7 +116,7 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     check_form(str(path), saved, form, REMEDY, kind=FileError)
 
 
-def fitting_means(records: Iterable[Record], saved: Mapping[str, Any]) -> Any:
+def fitting_means(records: Iterable[ParameterRecord], saved: Mapping[str, Any]) -> Any:
     """Return the saved norm means, if all these parameters have the same; else fresh ones: they were clipped apart."""
     entries = filter(None, (saved["parameters"].get(record.name) for record in records))
     settings = [saved["groups"][number]["settings"] for number in sorted({entry["group"] for entry in entries})]
@@ -125,7 +125,7 @@ def fitting_means(records: Iterable[Record], saved: Mapping[str, Any]) -> Any:
 
 
 def fitting_settings(
-    group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any], means: Any
+    group: Mapping[str, Any], records: Iterable[ParameterRecord], saved: Mapping[str, Any], means: Any
 ) -> dict[str, Any]:
     """Return the saved settings for a group: the settings of its parameters' saved groups, which must be equal.
 
@@ -175,7 +175,7 @@ _SHOWN = 8  # the number of faults in one message
 
 
 @dataclass
-class Fit:
+class LoadPlan:
     """The tensors that `load` reads from a checkpoint, and where it then writes each of them.
 
     Attributes:
@@ -187,7 +187,7 @@ class Fit:
     """
 
     boxes: dict[str, Boxes] = field(default_factory=dict)
-    entries: list[tuple[Record, StateForm | None, str | None]] = field(default_factory=list)
+    entries: list[tuple[ParameterRecord, StateForm | None, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     told: str = ""
 
@@ -222,15 +222,15 @@ class Fit:
                     group[key] = value
 
 
-def fit(
+def plan_load(
     path: str | os.PathLike[str],
     held: Mapping[str, SavedTensor],
     saved: Mapping[str, Any],
-    records: Sequence[Record],
+    records: Sequence[ParameterRecord],
     everyone: Collection[str],
     *,
     strict: bool,
-) -> Fit:
+) -> LoadPlan:
     """Return where each tensor of a checkpoint goes.
 
     Args:
@@ -244,7 +244,7 @@ def fit(
     Raises:
         StateError: the checkpoint does not fit the model and the optimizer.
     """
-    found = Fit()
+    found = LoadPlan()
     there = {name.removeprefix(f"{MODEL}."): entry for name, entry in held.items() if name.startswith(f"{MODEL}.")}
     states: dict[str, dict[str, SavedTensor]] = {}
     for name, entry in held.items():
@@ -265,7 +265,7 @@ def fit(
         needed = "what this model and this optimizer hold"
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
     found.boxes = {name: one.boxes_for(part, held[name].dtype) for one, part, name in found.entries if name is not None}
-    groups: dict[int, list[Record]] = {}
+    groups: dict[int, list[ParameterRecord]] = {}
     for record in records:
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
@@ -315,8 +315,8 @@ def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dty
 
 
 def _state(
-    found: Fit,
-    record: Record,
+    found: LoadPlan,
+    record: ParameterRecord,
     saved: Mapping[str, Any],
     states: Mapping[str, Mapping[str, SavedTensor]],
     *,
@@ -356,7 +356,7 @@ def _state(
     return wrong + [f"{STATE}.{record.name}.{key}, which this optimizer does not read" for key in strangers if strict]
 
 
-def _splits_otherwise(record: Record, saved: Any) -> bool:
+def _splits_otherwise(record: ParameterRecord, saved: Any) -> bool:
     """Return whether a parameter was saved as other matrices than here; several specs can mean the same matrices."""
     if not record.parameter.is_matrix:
         return False

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
+from muonmesh.checkpoint.form import SIZE, TEXT, ValueKind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
 from muonmesh.layout.matrix import as_tuples
@@ -52,18 +52,18 @@ _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 _FORMAT = 3
 _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for name, one in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
-_DATA_FILE_NAME = Kind(
+_DATA_FILE_NAME = ValueKind(
     "the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name))
 )
-_FILE_NAME = Kind("the name of a file of a checkpoint", lambda name: name in BESIDE or _DATA_FILE_NAME.holds(name))
-_SHAPE = Kind(
+_FILE_NAME = ValueKind("the name of a file of a checkpoint", lambda name: name in BESIDE or _DATA_FILE_NAME.holds(name))
+_SHAPE = ValueKind(
     "a list of at most 16 whole numbers of at least 0",
     lambda value: isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value)),
 )
 _ENTRY = only({"bytes": SIZE, "sha256": TEXT})
 _TENSOR = only(
     {
-        "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
+        "dtype": ValueKind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
         "shape": _SHAPE,
         "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _DATA_FILE_NAME, "start": SIZE, "record": _SHAPE})],
     }
@@ -73,7 +73,7 @@ _MANIFEST = only(
         "format": one_of([_FORMAT], ": another version wrote it"),
         "files": {_FILE_NAME: _ENTRY, **dict.fromkeys(BESIDE, _ENTRY)},
         "byteorder": one_of([sys.byteorder], ", as on this machine"),
-        "tensors": {Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000): _TENSOR},
+        "tensors": {ValueKind("a name of at most 1,000 characters", lambda name: len(name) <= 1000): _TENSOR},
         "sha256": TEXT,
     }
 )
