@@ -58,18 +58,18 @@ def only(form: Mapping[str, Form]) -> Form:
 def one_of(values: Collection[Any], why: str = "") -> ValueKind:
     """Return the kind that contains exactly these values; True does not count as 1."""
     name = " or ".join(map(repr, values)) + why
-    return ValueKind(name, lambda value: any(type(value) is type(one) and value == one for one in values))
+    return ValueKind(name, lambda value: any(type(value) is type(allowed) and value == allowed for allowed in values))
 
 
-def misfit(where: str, value: Any, form: Form) -> tuple[str, str, str] | None:
+def misfit(subject: str, value: Any, form: Form) -> tuple[str, str, str] | None:
     """Return the first place where a value does not have a form, with the found and the needed; None if it fits."""
-    return next(_misfits(where, value, form), None)
+    return next(_misfits(subject, value, form), None)
 
 
-def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str]]:
+def _misfits(subject: str, value: Any, form: Form) -> Iterator[tuple[str, str, str]]:
     match form:
         case tuple():
-            faults = [misfit(where, value, one) for one in form]
+            faults = [misfit(subject, value, alternative) for alternative in form]
             if None not in faults:
                 yield from filter(None, faults[:1])
             return
@@ -82,25 +82,25 @@ def _misfits(where: str, value: Any, form: Form) -> Iterator[tuple[str, str, str
         case _:
             fits, needed = isinstance(value, Mapping), "a dict"
     if not fits:
-        yield where, _told(value), needed
+        yield subject, _described(value), needed
     elif isinstance(form, list):
-        for number, each in enumerate(value):
-            yield from _misfits(f"{where}[{number}]", each, form[0])
+        for number, item in enumerate(value):
+            yield from _misfits(f"{subject}[{number}]", item, form[0])
     elif isinstance(form, dict):
         for key, its in form.items():
             if isinstance(key, ValueKind):
-                for each in value:
-                    yield from _misfits(f"a key of {where}", each, key)
-                    yield from _misfits(f"{where}[{_told(each)}]", value[each], its)
+                for item in value:
+                    yield from _misfits(f"a key of {subject}", item, key)
+                    yield from _misfits(f"{subject}[{_described(item)}]", value[item], its)
             else:
-                yield from _misfits(f"{where}[{key!r}]", value.get(key), its)
+                yield from _misfits(f"{subject}[{key!r}]", value.get(key), its)
 
 
-def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[MuonMeshError] = StateError) -> Any:
+def check_form(subject: str, value: Any, form: Form, write: str, *, kind: type[MuonMeshError] = StateError) -> Any:
     """Return a value if it has the form.
 
     Args:
-        where: The name of the value in messages.
+        subject: The name of the value in messages.
         value: The value.
         form: The form that the value must have.
         write: What the user can do if the value has another form.
@@ -109,32 +109,32 @@ def check_form(where: str, value: Any, form: Form, write: str, *, kind: type[Muo
     Raises:
         MuonMeshError: of the class ``kind``: the value has another form.
     """
-    fault = misfit(where, value, form)
+    fault = misfit(subject, value, form)
     if fault is not None:
         raise kind(explain_error(*fault, write))
     return value
 
 
-def check_state_dict(where: str, value: Any, write: str) -> Any:
+def check_state_dict(subject: str, value: Any, write: str) -> Any:
     """Return the state dict of an optimizer if it has the right form.
 
     Args:
-        where: The name of the value in messages.
+        subject: The name of the value in messages.
         value: The state dict.
         write: What the user can do if it has another form.
 
     Raises:
         StateError: it has another form, or has state of parameters that are in none of its groups.
     """
-    check_form(where, value, STATE_DICT, write)
+    check_form(subject, value, STATE_DICT, write)
     strangers = value["state"].keys() - {key for group in value["param_groups"] for key in group["params"]}
     if strangers:
-        found = f"state of {len(strangers)} parameters that are in none of its groups"
-        raise StateError(explain_error(where, found, "state of those alone", "Hand over state_dict() as it is"))
+        problem = f"state of {len(strangers)} parameters that are in none of its groups"
+        raise StateError(explain_error(subject, problem, "state of those alone", "Hand over state_dict() as it is"))
     return value
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     if value is None or isinstance(value, str | bool | int | float):
         return "nothing" if value is None else repr(value)
     dtype = f" of {value.dtype}, {value.layout}, on {value.device.type}" if isinstance(value, Tensor) else ""
