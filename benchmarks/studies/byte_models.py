@@ -39,8 +39,8 @@ class Convolutions(nn.Module):
         return logits
 
 
-def build(kind: str, *, width: int, layers: int, seed: int = 0) -> nn.Module:
-    """A model of one of `KINDS`; its matrices have as many rows as it is wide, or more."""
+def build(kind: str, *, width: int, layers: int, seed: int = 0, experts: int = 4) -> nn.Module:
+    """A model of one of `KINDS`; its matrices have as many rows as it is wide, or more. Two experts see each byte."""
     torch.manual_seed(seed)
     if kind == "convolutions":
         return Convolutions(width, layers)
@@ -53,7 +53,7 @@ def build(kind: str, *, width: int, layers: int, seed: int = 0) -> nn.Module:
     sizes |= {"num_key_value_heads": heads, "intermediate_size": width * 8 // 3, "max_position_embeddings": CONTEXT}
     if kind == "llama":
         return build_model(LlamaConfig(**sizes, **ends))
-    return build_model(MixtralConfig(**sizes | {"intermediate_size": 2 * width}, num_local_experts=4, **ends))
+    return build_model(MixtralConfig(**sizes | {"intermediate_size": 2 * width}, num_local_experts=experts, **ends))
 
 
 def text(*, held_out: bool = False) -> Tensor:

@@ -1,13 +1,15 @@
-"""LoRA's two factors under Muon and AdamW, on a model that is trained here first; learning rates swept alike.
+"""LoRA's two factors, or all weights, under Muon and AdamW, on a model that was trained here; rates swept alike.
 
     python -m benchmarks.studies.lora --json benchmarks/results/lora.json        # needs peft; minutes on one core
     python -m benchmarks.studies.lora --pretrained adamw --rates .001 .003 .01 .02 .03 .05 .1 --json FILE
+    python -m benchmarks.studies.lora --whole --rates .0003 .001 .003 .006 .01 --json benchmarks/results/whole.json
 
 A Llama of `muonmesh train` learns Python's standard library. Then its weights are frozen, and adapters of rank 8 on
-all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. Every way
-to train the adapters is tried at the same learning rates with the first seed, the best of them with all seeds. The
-scale of Muon's updates is "match_rms_adamw", so that one rate means the same size of step to both halves. Trainings
-that are in the JSON already are not repeated, and the weights of the first model are kept beside the tokens.
+all of its linear layers learn another text: the C++ headers that come with torch, cut into the same tokens. With
+--whole there are no adapters, and all weights learn it. Every way to train them is tried at the same learning rates
+with the first seed, the best of them with all seeds. The scale of Muon's updates is "match_rms_adamw", so that one rate
+means the same size of step to both halves. Trainings that are in the JSON already are not repeated, and the weights of
+the first model are kept beside the tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ WAYS: dict[str, dict[str, str]] = {
     "Muon on B, AdamW on A": {"lora_B": "muon", "lora_A": "adamw"},
     "Muon on B, A frozen": {"lora_B": "muon"},
 }
+WHOLE: dict[str, dict[str, str]] = {"AdamW on all weights": {".*": "adamw"}, "Muon on all weights": {}}
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 RANK = 8
 FIRST: dict[str, dict[str, Any]] = {"muon": {"lr": 6e-3}, "adamw": {"lr": 3e-3, "overrides": {".*": "adamw"}}}
@@ -90,8 +93,12 @@ def train(model: nn.Module, optimizer: mm.Muon, text: Text, seed: int, steps: in
 
 
 def adapt(base: nn.Module, way: str, lr: float, seed: int, text: Text, steps: int) -> dict[str, Any]:
-    """Train fresh adapters on a frozen model in one way."""
+    """Train fresh adapters on a frozen model, or a copy of the whole model, in one way."""
     torch.manual_seed(seed)
+    if way in WHOLE:
+        model = copy.deepcopy(base)
+        optimizer = mm.from_model(model, lr=lr, overrides=WHOLE[way], **SETTINGS)
+        return {"validation": train(model, optimizer, text, seed, steps)}
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0)
     model = get_peft_model(copy.deepcopy(base), config)
     if "frozen" in way:
@@ -115,6 +122,7 @@ def main() -> None:
     parser.add_argument("--pretrained", choices=FIRST, default="muon", help="by what the model is trained before")
     parser.add_argument("--first", type=int, default=300, help="steps in which the model is trained before")
     parser.add_argument("--steps", type=int, default=120, help="steps of the adapters")
+    parser.add_argument("--whole", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
@@ -147,7 +155,7 @@ def main() -> None:
         key = {"way": way, "lr": lr, "seed": seed}
         return trainings.one(lambda: adapt(model, way, lr, seed, other, given.steps), **key)
 
-    for way in WAYS:
+    for way in WHOLE if given.whole else WAYS:
         for rate in given.rates:
             print(f"{way:24s} {rate:7g} {final(one(way, rate, 0)):.4f}", flush=True)
         rate = best(runs, way)[0]["lr"]
