@@ -830,6 +830,7 @@ class Bare(nn.Module):
         self.per_expert = nn.Parameter(torch.randn(4, 16, 32))
         self.per_expert_out = nn.Parameter(torch.randn(4, 16, 16))
         self.filters = nn.Parameter(torch.randn(16, 1, 3))
+        self.kernel = nn.Parameter(torch.randn(16, 16, 3))
         self.final = nn.Parameter(torch.randn(16, 9))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -840,6 +841,7 @@ class Bare(nn.Module):
         a, b = y[..., ::2], y[..., 1::2]
         x = x + torch.einsum("betf,egf->betg", a * b, self.per_expert_out).sum(1)
         x = x + F.conv1d(x.mT, self.filters, padding=1, groups=16).mT
+        x = x + F.conv1d(x.mT, self.kernel, padding=1).mT
         return x @ self.final
 
 
@@ -852,6 +854,7 @@ def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
         "per_expert": ("stack", ("transposed", ("interleaved", 2, 0))),
         "per_expert_out": "stack",
         "filters": ADAMW,
+        "kernel": "flatten",
         "final": HEAD,
     }
 

@@ -57,7 +57,7 @@ class Seen:
         last: Whether it makes outputs that no other layer reads; None: unknown.
         cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in: "whole" if it is not
             cut; None: unknown.
-        grouped: Whether it is the weight of a convolution in several groups.
+        groups: The number of groups of the convolution whose weight it is; 0 for other weights.
         hidden: Whether something that hides what it computes reads it, or what it makes, so that there may be more
             parts than ``cut`` has.
     """
@@ -67,7 +67,7 @@ class Seen:
     first: bool | None = None
     last: bool | None = None
     cut: Matrices | None = None
-    grouped: bool = False
+    groups: int = 0
     hidden: bool = False
 
 
@@ -229,7 +229,7 @@ class _Use:
     inner: int  # dim of the operand that is summed
     features: int  # dim of the product's result
     reads: Edge | None
-    grouped: bool = False
+    groups: int
 
 
 @cache
@@ -326,12 +326,12 @@ def _uses(node: Node) -> list[_Use]:
         if weight is None:
             continue
         out, inner, features = (-1, -2, rank - 1) if i else (-2, -1, rank - 2)
-        grouped = node.kind == "Convolution" and node.fn._saved_groups > 1
+        groups = node.fn._saved_groups if node.kind == "Convolution" else 0
         if layer:
             out, inner, features = 0, 1, 1 if node.kind == "Convolution" else rank - 1
             if node.kind == "Convolution" and node.fn._saved_transposed:
                 out, inner = 1, 0
-        found.append(_Use(node, *weight, out, inner, features, edges[1 - i], grouped))
+        found.append(_Use(node, *weight, out, inner, features, edges[1 - i], groups))
     return found
 
 
@@ -436,10 +436,10 @@ def seen_by(
         seen.does = seen.does or "multiplies"
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
-        seen.grouped = any(use.grouped for use, _ in uses)
+        seen.groups = max(use.groups for use, _ in uses)
         seen.stored = _agreed(_stored(use) for use, _ in uses)
         cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
-        seen.cut = _agreed(cuts) if seen.stored and not seen.grouped else None
+        seen.cut = _agreed(cuts) if seen.stored and seen.groups < 2 else None
         seen.hidden = seen.hidden or any(hides)
     _unlike_others(found, {name: global_shape(parameter) for name, parameter in named})
     return dict(found)

@@ -20,13 +20,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.ends import Ends, features_of
-from muonmesh.groups.fused import expert_cut, experts_in_two_dims, known_cut
+from muonmesh.groups.fused import count_of, is_turned, known_cut
 from muonmesh.groups.graph import Seen
 from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
-
-Fused = tuple[Matrices | None, str]
-"""The split of the rows of a fused weight out × in, and the names of its parts."""
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
 """If a parameter is shared under several names with different roles, the first of these kinds counts."""
@@ -59,14 +56,11 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
     """
     _refuse_unknowable(site)
     found = _declared(site) or classified(site) or _adapter(site) or _named(site)
-    found = found or _end(site, known, seen) or _vector(site) or _computed(site, seen) or _torch_fused(site)
+    found = found or _end(site, known, seen) or _vector(site) or _computed(site, seen)
     if found is not None:
         return found
-    found = _expert(site, seen) or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
-    if seen is not None and seen.hidden and seen.cut is None:
-        hides = "an operation that reads what it makes hides whether it is fused"
-        return replace(found, reason=f"{found.reason}; {hides}", guess=True)
-    return replace(found, guess=seen is None)
+    found = _layer(site, seen) or _expert(site, seen) or _bare(site, seen)
+    return found if found.algorithm == "muon" else replace(found, guess=seen is None)
 
 
 def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[Role]:
@@ -98,26 +92,21 @@ def _refuse_unknowable(site: Site) -> None:
 
 
 def _adamw(kind: Kind, reason: str, site: Site) -> Role:
-    return Role("adamw", kind, reason, by_shape(site.shape, site.module))
+    return Role("adamw", kind, reason, by_shape(site.shape, kernel=isinstance(site.module, _ConvNd)))
 
 
-def _muon(reason: str, matrices: Matrices) -> Role:
-    return Role("muon", "matrices", reason, matrices)
-
-
-def by_shape(shape: tuple[int, ...], module: nn.Module | None = None, one: Matrices = "whole") -> Matrices | None:
+def by_shape(shape: tuple[int, ...], one: Matrices = "whole", *, kernel: bool = False) -> Matrices | None:
     """Return the split of a parameter whose matrices split as ``one`` does; None if its shape does not decide it.
 
     Args:
         shape: The shape: one matrix, or a stack of them.
-        module: The module that holds it. A convolution is one matrix, out × (in · kernel).
         one: The split of each matrix.
+        kernel: Whether it is the weight of a convolution: one matrix, out × (in · kernel).
     """
     if len(shape) == 2:
         return one
-    if isinstance(module, _ConvNd):
-        return "flatten" if one == "whole" else ("flatten", one)
-    return None if len(shape) != 3 else "stack" if one == "whole" else ("stack", one)
+    form = "flatten" if kernel else "stack"
+    return (form if one == "whole" else (form, one)) if kernel or len(shape) == 3 else None
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Any]:
@@ -159,7 +148,7 @@ def _declared(site: Site) -> Role | None:
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
         return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, site)
-    return _muon(reason, as_tuples(matrices))
+    return Role("muon", "matrices", reason, as_tuples(matrices))
 
 
 def _adapter(site: Site) -> Role | None:
@@ -227,20 +216,6 @@ def _computed(site: Site, seen: Seen | None) -> Role | None:
     return _adamw("matrices", reason, site)
 
 
-def _torch_fused(site: Site) -> Role | None:
-    module, (rows, *_) = site.module, site.shape
-    if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
-        if site.key == "in_proj_weight":
-            return _muon("attention: q, k, v", ("rows", rows // 3, rows // 3, rows // 3))
-        return _muon(f"attention: {site.key.split('_')[0]}", "whole")
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and site.key.startswith("weight_"):
-        hidden = module.hidden_size
-        if site.key.startswith("weight_hr") or rows == hidden:
-            return _muon("recurrent weight", "whole")
-        return _muon(f"recurrent weights: {rows // hidden} gates", ("rows", *[hidden] * (rows // hidden)))
-    return None
-
-
 def _experts(module: nn.Module) -> set[int]:
     counts = (getattr(module, name, None) for name in _EXPERT_COUNTS)
     listed = getattr(module, "experts", None)
@@ -248,96 +223,80 @@ def _experts(module: nn.Module) -> set[int]:
     return found | {len(listed)} if isinstance(listed, nn.ModuleList) else found
 
 
-def _expert(site: Site, seen: Seen | None) -> Role | None:
-    module, shape = site.module, site.shape
-    if (matrices := experts_in_two_dims(site)) is not None:
-        return _muon("experts, one matrix each", matrices)
+def _layer(site: Site, seen: Seen | None) -> Role | None:
+    """Return the role of the weight of a convolution or of a linear layer of any library."""
+    module, shape, features = site.module, site.shape, features_of(site.module)
+    if isinstance(module, _ConvNd):
+        if module.groups > 1:
+            what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
+            return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
+        if isinstance(module, _ConvTransposeNd):
+            return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
+        return _matrix("convolution", site, seen)
+    if features is None or site.key != "weight" or shape not in (features, features[::-1]):
+        return None
     if isinstance(module, nn.Linear):
         around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
-        reason = f"router: one output for each expert of {'' if around is None else class_of(around)}"
-        return None if around is None or site.key != "weight" else _adamw("matrices", reason, site)
-    if isinstance(module, _ConvNd):
-        return None
+        if around is not None:
+            return _adamw("matrices", f"router: one output for each expert of {class_of(around)}", site)
+    return _matrix("linear", site, seen, "Conv1D" in class_names(module) or shape != features)
+
+
+def _expert(site: Site, seen: Seen | None) -> Role | None:
+    """Return the role of a stack of experts in a module that has no other layers, or of their biases."""
+    module, shape = site.module, site.shape
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        cut, parts, transposed = expert_cut(site)
-        matrices, told = _stored(site, seen, transposed, (cut, parts))
-        return _muon(f"experts, one matrix each{told}", matrices)
+        return _matrix("experts, one matrix each", site, seen, is_turned(module))
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", site)
     return None
 
 
-def _convolution(site: Site, seen: Seen | None) -> Role | None:
-    module = site.module
-    if not isinstance(module, _ConvNd):
-        return None
-    if module.groups > 1:
-        what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
-        return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
-    if isinstance(module, _ConvTransposeNd):
-        return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-    matrices, told = _stored(site, seen)
-    return _muon(f"convolution{told}", matrices)
+def _bare(site: Site, seen: Seen | None) -> Role:
+    """Return the role of a parameter of a module that is not known."""
+    where, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
+    what, known = f"a parameter of {where}", known_cut(site, shape[0])
+    if len(shape) == 2 and (known.cut or known.certain):
+        return _matrix(what, site, seen)
+    if seen is not None and seen.does == "looked up":
+        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
+    if seen is not None and seen.groups > 1:
+        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
+    if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
+        return _matrix(f"{what}, by which a forward multiplies", site, seen)
+    if shape[0] == 1 or (len(shape) == 2 and table):
+        return _adamw("embeddings", f"{what}; going by its name or shape, a table and no matrix", site)
+    if len(shape) == 2:
+        return _matrix(f"{what}, which is not known: taken as one matrix, out × in", site, seen)
+    return _adamw("matrices", f"{what}, which is not known: {len(shape)} dims do not tell which are matrices", site)
 
 
-def _stored(site: Site, seen: Seen | None, transposed: bool = False, fused: Fused = (None, "")) -> tuple[Matrices, str]:
-    """Return the split of a parameter as it is stored, and a text of what is fused in it.
+def _matrix(what: str, site: Site, seen: Seen | None, transposed: bool = False) -> Role:
+    """Return the role of a weight that is a matrix or a stack of them.
 
     A cut that a forward shows counts, unless something in it hides further cuts and the class of the module tells them.
 
     Args:
+        what: What the weight is, for the reason.
         site: The parameter.
         seen: What a forward showed of it.
         transposed: Whether it is stored in × out, unless the forward shows it.
-        fused: The split of its rows out × in and the names of the parts by the class; None for one matrix or unknown.
     """
-    cut, parts = fused
-    shown = 1 if seen is None else _count(seen.cut)
-    if seen is not None and shown > 1 and not (seen.hidden and _count(cut) > shown):
-        cut, parts = seen.cut, f"a forward cuts its output into {shown} parts"
-    told = f", fused: {parts}" if cut else ""
     if seen is not None and seen.stored is not None:
         transposed = seen.stored == "in×out"
+    kernel = isinstance(site.module, _ConvNd) or (seen is not None and seen.groups == 1)
+    rows = site.shape[-1 if transposed else -2 if len(site.shape) == 3 and not kernel else 0]
+    cut, parts, certain = known_cut(site, rows)
+    shown = 1 if seen is None or certain else count_of(seen.cut, rows)
+    if seen is not None and shown > 1 and not (seen.hidden and count_of(cut, rows) > shown):
+        cut, parts = seen.cut, f"a forward cuts its output into {shown} parts"
+    told = f", fused: {parts}" if cut else ""
     one: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
-    flat = "flatten" if one == "whole" else ("flatten", one)
-    return by_shape(site.shape, site.module, one) or flat, f"{told}, stored in × out" if transposed else told
-
-
-def _count(cut: Matrices | None) -> int:
-    if cut in (None, "whole"):
-        return 1
-    assert isinstance(cut, tuple)
-    sizes = cut[1:]
-    return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
-
-
-def _linear(site: Site, seen: Seen | None) -> Role | None:
-    module, shape, features = site.module, site.shape, features_of(site.module)
-    if features is None or site.key != "weight" or len(shape) != 2:
-        return None
-    out, into = features
-    transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
-    if not transposed and shape != (out, into):
-        return None
-    matrices, told = _stored(site, seen, transposed, known_cut(site))
-    return _muon(f"linear{told}", matrices)
-
-
-def _unknown(site: Site, seen: Seen | None) -> Role:
-    where, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
-    if seen is not None and seen.does == "looked up":
-        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
-    if seen is not None and seen.grouped:
-        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
-    if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
-        matrices, told = _stored(site, seen)
-        return _muon(f"a parameter of {where}, by which a forward multiplies{told}", matrices)
-    if shape[0] == 1 or (len(shape) == 2 and table):
-        return _adamw("embeddings", f"a parameter of {where}; going by its name or shape, a table and no matrix", site)
-    if len(shape) == 2:
-        return _muon(f"a parameter of {where}, which is not known: taken as one matrix, out × in", "whole")
-    reason = f"a parameter of {where}, which is not known: {len(shape)} dims do not tell which are matrices"
-    return _adamw("matrices", reason, site)
+    matrices = by_shape(site.shape, one, kernel=kernel or len(site.shape) > 3)
+    hides = seen is not None and seen.hidden and seen.cut is None
+    told += ", stored in × out" if transposed else ""
+    told += "; an operation that reads what it makes hides whether it is fused" if hides else ""
+    return Role("muon", "matrices", what + told, matrices, guess=not certain and (seen is None or hides))
