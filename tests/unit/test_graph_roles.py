@@ -832,9 +832,11 @@ class Bare(nn.Module):
         self.filters = nn.Parameter(torch.randn(16, 1, 3))
         self.kernel = nn.Parameter(torch.randn(16, 16, 3))
         self.final = nn.Parameter(torch.randn(16, 9))
+        self.shift = nn.Parameter(torch.randn(5, 16))
+        self.first = nn.Parameter(torch.randn(3, 16))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words[ids]
+        x = torch.cat([self.first.expand(len(ids), -1, -1), self.words[ids] + self.shift], 1)[:, 3:]
         gate, up = (x @ self.w_in).chunk(2, -1)
         x = x + (gate.sigmoid() * up) @ self.w_out.T
         y = torch.einsum("btd,edf->betf", x, self.per_expert)
@@ -855,6 +857,8 @@ def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
         "per_expert_out": "stack",
         "filters": ADAMW,
         "kernel": "flatten",
+        "shift": INPUT,  # names that say nothing
+        "first": INPUT,
         "final": HEAD,
     }
 

@@ -35,6 +35,7 @@ _MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
 _MARKS = {"RegisterPostBackwardFunction", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 _JOINS = {"Cat", "Stack"}
+_TAKES_ACTIVATIONS = {"Add", "Sub", "Where", "NativeLayerNorm", "FusedRmsNorm", *_JOINS}
 _VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
 # These keep every feature apart, if the other operand is no activation.
 _EACH = {"Add", "Sub", "Mul", "Div", "Neg", "Exp", "Pow", "Clamp", "ClampMin", "ClampMax", "MaskedFill", "Where"}
@@ -50,8 +51,8 @@ class Seen:
     """What a forward showed of one parameter.
 
     Attributes:
-        does: "multiplies" activations, is "looked up", or makes a weight ("computed"); None if none of these was seen
-            without doubt.
+        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or else is "added" to activations or
+            joined with them; None if none of these was seen without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
@@ -62,7 +63,7 @@ class Seen:
             parts than ``cut`` has.
     """
 
-    does: Literal["multiplies", "looked up", "computed"] | None = None
+    does: Literal["multiplies", "looked up", "computed", "added"] | None = None
     stored: Literal["out×in", "in×out"] | None = None
     first: bool | None = None
     last: bool | None = None
@@ -423,8 +424,10 @@ def seen_by(
     for node in order:
         if node.leaf is not None:
             views = _reached([node], lambda each: [user for user, *_ in each.users if user.kind in _VIEWS])
-            hidden = any(user.is_opaque for each in views for user, *_ in each.users)
-            found[names[id(node.leaf)]] = Seen(hidden=hidden)
+            users = [user for view in views for user, *_ in view.users]
+            added = len(global_shape(node.leaf)) > 1 and any(user.kind in _TAKES_ACTIVATIONS for user in users)
+            hidden = any(user.is_opaque for user in users)
+            found[names[id(node.leaf)]] = Seen("added" if added else None, hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             found[names[id(at[0])]].does = "looked up"
         for use in node.uses:
@@ -433,7 +436,7 @@ def seen_by(
         found[names[id(parameter)]].does = "computed"
     for name, uses in facts.items():
         seen = found[name]
-        seen.does = seen.does or "multiplies"
+        seen.does = "multiplies" if seen.does in (None, "added") else seen.does
         seen.first = _agreed(_is_first(use) for use, _ in uses)
         seen.last = _agreed(end for _, end in uses)
         seen.groups = max(use.groups for use, _ in uses)

@@ -263,6 +263,10 @@ def _bare(site: Site, seen: Seen | None) -> Role:
         return _matrix(what, site, seen)
     if seen is not None and seen.does == "looked up":
         return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
+    if seen is not None and seen.does == "added":
+        return _adamw(
+            "embeddings", f"a table of {where}: a forward adds it to activations, or joins it with them", site
+        )
     if seen is not None and seen.groups > 1:
         return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
     if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
