@@ -51,8 +51,8 @@ class Seen:
     """What a forward showed of one parameter.
 
     Attributes:
-        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or else is "added" to activations or
-            joined with them; None if none of these was seen without doubt.
+        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or else is "added" to activations,
+            also by being joined with them; None if none of these was seen without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
