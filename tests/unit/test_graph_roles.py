@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
-from muonmesh.groups.example import seen_in
+from muonmesh.groups.example import facts_of_example
 from tests.reference import split
 from tests.workers import Pool
 
@@ -670,7 +670,7 @@ def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any,
     attends = GPT2Attention(forward, **layers)
     model = Calls(lambda self, x: self.out(self.a(self.embed(x))), embed=nn.Embedding(9, 16), a=attends)
     model.out = nn.Linear(16, 9)
-    seen = seen_in(model, IDS)
+    seen = facts_of_example(model, IDS)
     assert seen[id(layers["proj"].weight)].cut == "whole"
     assert not seen[id(layers["proj"].weight)].hidden
     assert seen[id(layers["c_attn"].weight)].cut == cut
@@ -684,7 +684,7 @@ def test_indices_that_pick_tokens_hide_nothing() -> None:
         return out
 
     model = cut_of(16, forward)
-    seen = seen_in(model, IDS)[id(model.get_parameter(FUSED))]
+    seen = facts_of_example(model, IDS)[id(model.get_parameter(FUSED))]
     assert (seen.cut, seen.hidden) == ("whole", False)
 
 
@@ -742,7 +742,7 @@ def test_a_function_that_calls_compiled_blocks() -> None:
     model = cut_of(32, gqa_by_group)
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend=backend)
-    seen = seen_in(model, lambda: model(*IDS).sum())
+    seen = facts_of_example(model, lambda: model(*IDS).sum())
     assert seen[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
     assert compiled == []
 
@@ -886,7 +886,7 @@ def test_a_tied_table_and_a_shared_layer() -> None:
 
     model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
     assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
-    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
+    assert facts_of_example(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
 
 
 def test_a_weight_that_takes_no_part_is_said_to() -> None:

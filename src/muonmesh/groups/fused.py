@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from muonmesh.groups.sites import Matrices, Site, class_names, class_of, global_shape
+from muonmesh.groups.parameter_sites import Matrices, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import parts_of
 
 
@@ -119,7 +119,7 @@ def known_cut(site: Site, out: int) -> Fused:
     for name, (_, owner) in zip(keys, site.owners, strict=False):
         classes = [f"{c.__module__.partition('.')[0]}:{c.__name__}" for c in type(owner).__mro__]
         for around, inner, order, parts in _ORDERS:
-            if re.fullmatch(inner, name) and any(re.fullmatch(around, each) for each in classes):
+            if re.fullmatch(inner, name) and any(re.fullmatch(around, class_name) for class_name in classes):
                 cut, certain = None if order is None else order(owner, out), around.startswith("torch:")
                 fits = count_of(cut, out) > 1
                 return Fused(cut, f"{parts} ({class_of(owner)})", certain) if fits else Fused(certain=certain)

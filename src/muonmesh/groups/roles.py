@@ -19,10 +19,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
-from muonmesh.groups.ends import Ends, features_of
 from muonmesh.groups.fused import count_of, is_turned, known_cut
-from muonmesh.groups.graph import Seen
-from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
+from muonmesh.groups.graph import Facts
+from muonmesh.groups.input_output_layers import InputOutputLayers, features_of
+from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -46,8 +46,8 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 
 
-def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
-    """Return the role of the parameter at `site`; `known` are ends of the model, and `seen` is what a forward showed.
+def role(site: Site, layers: InputOutputLayers, facts: Facts | None = None) -> Role:
+    """Return the role of the parameter at `site`; `layers` are its ends, and `facts` what a forward showed.
 
     What a forward showed counts more than names and sizes. What it hides leaves them, and the role is then a guess.
 
@@ -55,17 +55,17 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site) or _named(site)
-    found = found or _end(site, known, seen) or _vector(site) or _computed(site, seen)
-    if found is not None:
-        return found
-    found = _layer(site, seen) or _expert(site, seen) or _bare(site, seen)
-    return found if found.algorithm == "muon" else replace(found, guess=seen is None)
+    decided = _declared(site) or classified(site) or _adapter(site) or _named(site)
+    decided = decided or _end(site, layers, facts) or _vector(site) or _computed(site, facts)
+    if decided is not None:
+        return decided
+    decided = _layer(site, facts) or _expert(site, facts) or _bare(site, facts)
+    return decided if decided.algorithm == "muon" else replace(decided, guess=facts is None)
 
 
-def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[Role]:
+def shared_roles(same: Sequence[Site], layers: InputOutputLayers, facts: Facts | None) -> list[Role]:
     """Return the roles of one parameter at all its places; the first is the role that counts."""
-    roles = [role(site, known, seen) for site in same]
+    roles = [role(site, layers, facts) for site in same]
     if same[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
         roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
     return sorted(roles, key=lambda r: PRECEDENCE.index(r.kind))
@@ -74,48 +74,48 @@ def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[R
 def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
-        found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
+        problem = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
         write = "Run one forward pass before split_params(model)"
-        raise ValueError(explain_error(site.name, found, "its shape", write))
+        raise ValueError(explain_error(site.name, problem, "its shape", write))
     if "InterpreterModule" in class_names(module):  # of torch.export, also in torch.distributed.pipelining.pipeline
-        what = "The module of this parameter was traced and has lost its class, so nothing says whether the parameter "
-        what += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
-        what += "tracing"
-        raise ValueError(about(site.name, what))
+        message = "The module of this parameter was traced and has lost its class, so nothing says whether it "
+        message += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
+        message += "tracing"
+        raise ValueError(about(site.name, message))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
-        found = f"a weight of {class_of(module)} flattened to shape {site.shape}"
+        problem = f"a weight of {class_of(module)} flattened to shape {site.shape}"
         needed = "the weight with its own shape, because a flat piece would be trained as a vector"
         write = "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard"
-        raise ValueError(explain_error(site.name, found, needed, write))
+        raise ValueError(explain_error(site.name, problem, needed, write))
 
 
 def _adamw(kind: Kind, reason: str, site: Site) -> Role:
     return Role("adamw", kind, reason, by_shape(site.shape, kernel=isinstance(site.module, _ConvNd)))
 
 
-def by_shape(shape: tuple[int, ...], one: Matrices = "whole", *, kernel: bool = False) -> Matrices | None:
-    """Return the split of a parameter whose matrices split as ``one`` does; None if its shape does not decide it.
+def by_shape(shape: tuple[int, ...], spec: Matrices = "whole", *, kernel: bool = False) -> Matrices | None:
+    """Return the split of a parameter whose matrices split as ``spec`` does; None if its shape does not decide it.
 
     Args:
         shape: The shape: one matrix, or a stack of them.
-        one: The split of each matrix.
+        spec: The split of each matrix.
         kernel: Whether it is the weight of a convolution: one matrix, out × (in · kernel).
     """
     if len(shape) == 2:
-        return one
+        return spec
     form = "flatten" if kernel else "stack"
-    return (form if one == "whole" else (form, one)) if kernel or len(shape) == 3 else None
+    return (form if spec == "whole" else (form, spec)) if kernel or len(shape) == 3 else None
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Any]:
     """Return `muonmesh_matrices` of a module or of its class (not of a wrapped module), or an empty mapping."""
     declared = inspect.getattr_static(module, "muonmesh_matrices", {})
     if not isinstance(declared, Mapping):
-        found = f"muonmesh_matrices = {declared!r}"
+        problem = f"muonmesh_matrices = {declared!r}"
         write = 'Write muonmesh_matrices = {"weight": ("rows", ...)}'
-        raise TypeError(explain_error(class_of(module), found, "a dict from its parameters' names", write))
+        raise TypeError(explain_error(class_of(module), problem, "a dict from its parameters' names", write))
     return declared
 
 
@@ -140,10 +140,10 @@ def without_decay(site: Site) -> str | None:
 
 
 def _declared(site: Site) -> Role | None:
-    found = next(declarations(site), None)
-    if found is None:
+    declaration = next(declarations(site), None)
+    if declaration is None:
         return None
-    module, key = found
+    module, key = declaration
     matrices = declared_by(module)[key]
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
@@ -168,30 +168,30 @@ def _named(site: Site) -> Role | None:
     """Return the role of a parameter whose class or name tells it."""
     around = ["|".join(class_names(module)) for _, module in site.owners[1::-1]]
     text = f"{'/'.join(['', *around][-2:])}:{site.name}"
-    found = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
-    if found is None:
+    matching = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
+    if matching is None:
         return None
-    kind, reason = found
+    kind, reason = matching
     table = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
     if kind != "vectors" and not table and not _is_matrix(site.shape):
         return None
     return _adamw(kind, f"{reason} ({class_of(site.module)})", site)
 
 
-def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
+def _end(site: Site, layers: InputOutputLayers, facts: Facts | None) -> Role | None:
     if len(site.shape) < 2:
         return None
-    found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
-    if seen is not None and seen.does == "multiplies":
-        if seen.last:
-            found = "head", "output layer: in a forward, no other layer reads what it makes"
-        elif seen.first:
-            found = "embeddings", "input layer: in a forward, it reads the model's inputs"
-        elif found is not None and (seen.last if found[0] == "head" else seen.first) is False:
-            found = None
-    if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
+    layer = next((layers[id(m)] for _, m in site.owners if id(m) in layers), None)
+    if facts is not None and facts.does == "multiplies":
+        if facts.last:
+            layer = "head", "output layer: in a forward, no other layer reads what it makes"
+        elif facts.first:
+            layer = "embeddings", "input layer: in a forward, it reads the model's inputs"
+        elif layer is not None and (facts.last if layer[0] == "head" else facts.first) is False:
+            layer = None
+    if layer is None or (layer[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return replace(_adamw(*found, site), guess=seen is None)
+    return replace(_adamw(*layer, site), guess=facts is None)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
@@ -206,8 +206,8 @@ def _vector(site: Site) -> Role | None:
     return None
 
 
-def _computed(site: Site, seen: Seen | None) -> Role | None:
-    if seen is not None and seen.does == "computed":
+def _computed(site: Site, facts: Facts | None) -> Role | None:
+    if facts is not None and facts.does == "computed":
         reason = "in a forward, the matrix that acts is computed from it"
     elif any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
@@ -219,88 +219,87 @@ def _computed(site: Site, seen: Seen | None) -> Role | None:
 def _experts(module: nn.Module) -> set[int]:
     counts = (getattr(module, name, None) for name in _EXPERT_COUNTS)
     listed = getattr(module, "experts", None)
-    found = {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
-    return found | {len(listed)} if isinstance(listed, nn.ModuleList) else found
+    numbers = {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+    return numbers | {len(listed)} if isinstance(listed, nn.ModuleList) else numbers
 
 
-def _layer(site: Site, seen: Seen | None) -> Role | None:
+def _layer(site: Site, facts: Facts | None) -> Role | None:
     """Return the role of the weight of a convolution or of a linear layer of any library."""
     module, shape, features = site.module, site.shape, features_of(site.module)
     if isinstance(module, _ConvNd):
         if module.groups > 1:
-            what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
-            return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
+            kind = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
+            return _adamw("matrices", f"{kind} convolution: many small filters, not one matrix", site)
         if isinstance(module, _ConvTransposeNd):
             return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-        return _matrix("convolution", site, seen)
+        return _matrix("convolution", site, facts)
     if features is None or site.key != "weight" or shape not in (features, features[::-1]):
         return None
     if isinstance(module, nn.Linear):
         around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
         if around is not None:
             return _adamw("matrices", f"router: one output for each expert of {class_of(around)}", site)
-    return _matrix("linear", site, seen, "Conv1D" in class_names(module) or shape != features)
+    return _matrix("linear", site, facts, "Conv1D" in class_names(module) or shape != features)
 
 
-def _expert(site: Site, seen: Seen | None) -> Role | None:
+def _expert(site: Site, facts: Facts | None) -> Role | None:
     """Return the role of a stack of experts in a module that has no other layers, or of their biases."""
     module, shape = site.module, site.shape
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        return _matrix("experts, one matrix each", site, seen, is_turned(module))
+        return _matrix("experts, one matrix each", site, facts, is_turned(module))
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", site)
     return None
 
 
-def _bare(site: Site, seen: Seen | None) -> Role:
+def _bare(site: Site, facts: Facts | None) -> Role:
     """Return the role of a parameter of a module that is not known."""
-    where, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
-    what, known = f"a parameter of {where}", known_cut(site, shape[0])
-    if len(shape) == 2 and (known.cut or known.certain):
-        return _matrix(what, site, seen)
-    if seen is not None and seen.does == "looked up":
-        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
-    if seen is not None and seen.does == "added":
-        return _adamw(
-            "embeddings", f"a table of {where}: a forward adds it to activations, or joins it with them", site
-        )
-    if seen is not None and seen.groups > 1:
+    holder, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
+    description, fused = f"a parameter of {holder}", known_cut(site, shape[0])
+    if len(shape) == 2 and (fused.cut or fused.certain):
+        return _matrix(description, site, facts)
+    if facts is not None and facts.does == "looked up":
+        return _adamw("embeddings", f"a table of {holder}: a forward looks rows of it up", site)
+    if facts is not None and facts.does == "added":
+        return _adamw("embeddings", f"a table of {holder}: a forward adds it to activations", site)
+    if facts is not None and facts.groups > 1:
         return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
-    if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
-        return _matrix(f"{what}, by which a forward multiplies", site, seen)
+    if facts is not None and facts.stored is not None and shape[0] > 1 and not table:
+        return _matrix(f"{description}, by which a forward multiplies", site, facts)
     if shape[0] == 1 or (len(shape) == 2 and table):
-        return _adamw("embeddings", f"{what}; going by its name or shape, a table and no matrix", site)
+        return _adamw("embeddings", f"{description}; going by its name or shape, a table and no matrix", site)
     if len(shape) == 2:
-        return _matrix(f"{what}, which is not known: taken as one matrix, out × in", site, seen)
-    return _adamw("matrices", f"{what}, which is not known: {len(shape)} dims do not tell which are matrices", site)
+        return _matrix(f"{description}, which is not known: taken as one matrix, out × in", site, facts)
+    reason = f"{description}, which is not known: {len(shape)} dims do not tell which are matrices"
+    return _adamw("matrices", reason, site)
 
 
-def _matrix(what: str, site: Site, seen: Seen | None, transposed: bool = False) -> Role:
+def _matrix(description: str, site: Site, facts: Facts | None, transposed: bool = False) -> Role:
     """Return the role of a weight that is a matrix or a stack of them.
 
     A cut that a forward shows counts, unless something in it hides further cuts and the class of the module tells them.
 
     Args:
-        what: What the weight is, for the reason.
+        description: What the weight is, for the reason.
         site: The parameter.
-        seen: What a forward showed of it.
+        facts: What a forward showed of it.
         transposed: Whether it is stored in × out, unless the forward shows it.
     """
-    if seen is not None and seen.stored is not None:
-        transposed = seen.stored == "in×out"
-    kernel = isinstance(site.module, _ConvNd) or (seen is not None and seen.groups == 1)
+    if facts is not None and facts.stored is not None:
+        transposed = facts.stored == "in×out"
+    kernel = isinstance(site.module, _ConvNd) or (facts is not None and facts.groups == 1)
     rows = site.shape[-1 if transposed else -2 if len(site.shape) == 3 and not kernel else 0]
     cut, parts, certain = known_cut(site, rows)
-    shown = 1 if seen is None or certain else count_of(seen.cut, rows)
-    if seen is not None and shown > 1 and not (seen.hidden and count_of(cut, rows) > shown):
-        cut, parts = seen.cut, f"a forward cuts its output into {shown} parts"
-    told = f", fused: {parts}" if cut else ""
-    one: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
-    matrices = by_shape(site.shape, one, kernel=kernel or len(site.shape) > 3)
-    hides = seen is not None and seen.hidden and seen.cut is None
-    told += ", stored in × out" if transposed else ""
-    told += "; an operation that reads what it makes hides whether it is fused" if hides else ""
-    return Role("muon", "matrices", what + told, matrices, guess=not certain and (seen is None or hides))
+    shown = 1 if facts is None or certain else count_of(facts.cut, rows)
+    if facts is not None and shown > 1 and not (facts.hidden and count_of(cut, rows) > shown):
+        cut, parts = facts.cut, f"a forward cuts its output into {shown} parts"
+    notes = f", fused: {parts}" if cut else ""
+    spec: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
+    matrices = by_shape(site.shape, spec, kernel=kernel or len(site.shape) > 3)
+    hides = facts is not None and facts.hidden and facts.cut is None
+    notes += ", stored in × out" if transposed else ""
+    notes += "; an operation that reads what it makes hides whether it is fused" if hides else ""
+    return Role("muon", "matrices", description + notes, matrices, guess=not certain and (facts is None or hides))
