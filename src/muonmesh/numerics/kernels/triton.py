@@ -59,8 +59,8 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Do `Matmuls.normalize`.
 
     Args:
-        x: Shape (batch, rows, cols), contiguous, or of one matrix each row; bf16, fp16 or fp32.
-        out: Contiguous; it may lie where a contiguous x of as many bytes does.
+        x: Shape (batch, rows, cols), contiguous; bf16, fp16 or fp32.
+        out: Contiguous; it may lie where x does, if it has as many bytes.
     """
     batch = len(x)
     parts = -(-x[0].numel() // MEASURED)
