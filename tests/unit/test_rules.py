@@ -947,7 +947,7 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
         states = [value.clone() for weight in weights for value in optimizer.state[weight].values()]
         results.append([*(weight.detach().clone() for weight in weights), *states])
     assert all(map(torch.equal, *results))
-    asks = RULES[rule].asks_for_sums()  # for what needs a sum over the matrix before anything is written
+    asks = RULES[rule].overrides("summands")  # for what needs a sum over the matrix before anything is written
     assert (sum(taken) == 0) == asks
 
 

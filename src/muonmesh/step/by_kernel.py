@@ -335,7 +335,6 @@ def _folds_as_muon(rule: Any) -> bool:
 
 def _adds(rule: Any) -> bool:
     """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
-    kind = type(rule)
-    if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
+    if not isinstance(rule, Rule) or rule.overrides("apply", "decay", "summands"):
         return False
     return rule.decay_mode == "full" and rounds_to_nearest(rule)

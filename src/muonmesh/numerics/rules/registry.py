@@ -78,7 +78,7 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
                 "Write @dataclass(frozen=True) between @register_rule",
             )
             raise TypeError(explain_error(where, f"{rule!r}", needed, f"{write} and the class"))
-        if issubclass(rule, Rule) and rule.asks_for_sums() and rule.apply is Rule.apply:
+        if issubclass(rule, Rule) and rule.overrides("summands") and not rule.overrides("apply"):
             needed = "both: what summands returns is added up and given to apply"
             found = f"summands of {rule.__name__} without apply"
             raise TypeError(

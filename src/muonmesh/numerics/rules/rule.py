@@ -304,7 +304,7 @@ class Rule(Hyperparameters):
         Raises:
             TypeError: a summand is no tensor of the shape of the weights.
         """
-        if not type(self).asks_for_sums():
+        if not self.overrides("summands"):
             return 0
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
@@ -317,19 +317,9 @@ class Rule(Hyperparameters):
         return len(found)
 
     @classmethod
-    def asks_for_sums(cls) -> bool:
-        """Return whether the rule needs sums over whole matrices (`summands`) before the weights are written."""
-        return cls.summands is not Rule.summands
-
-    @classmethod
-    def changes_matrices(cls) -> bool:
-        """Return whether the rule does more with whole matrices than orthogonalize them, or does not orthogonalize."""
-        return cls.whole is not Rule.whole or cls.balances() or not cls.orthogonalizes
-
-    @classmethod
-    def balances(cls) -> bool:
-        """Return whether the rule changes whole matrices before they are orthogonalized (`balance`)."""
-        return cls.balance is not Rule.balance
+    def overrides(cls, *methods: str) -> bool:
+        """Return whether the rule has its own version of one of these methods of `Rule`, so that a step calls it."""
+        return any(getattr(cls, method) is not getattr(Rule, method) for method in methods)
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the floating-point operations of `balance` and `whole` for a matrix of rows × cols, 0 if they are few.
