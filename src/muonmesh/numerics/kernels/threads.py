@@ -46,21 +46,31 @@ def thread_count() -> int:
 
 
 @contextmanager
-def _torch_has(number: int | None) -> Iterator[None]:
-    """Have torch's operations on this thread run on so many threads, inside a block; None: on `thread_count`."""
-    count = thread_count()
-    number = number or count
-    if torch.get_num_threads() == number:
+def _threads(of_torch: int | None, *, count: int | None = None) -> Iterator[None]:
+    """Set how many threads an operation of torch on this thread has, and what `thread_count` returns, inside a block.
+
+    Args:
+        of_torch: The threads of an operation; None: `thread_count`.
+        count: What `thread_count` returns; None: what it returned before.
+    """
+    before, inside = getattr(_mine, "count", None), count or thread_count()
+    of_torch = of_torch or inside
+    if count is None and torch.get_num_threads() == of_torch:
         yield
-    else:
-        with _counted(count, torch_has=number):
-            yield
+        return
+    _mine.count = inside
+    restore = _limit(of_torch)
+    try:
+        yield
+    finally:
+        _mine.count = before
+        restore()
 
 
-alone = partial(_torch_has, 1)
+alone = partial(_threads, 1)
 """Have torch's operations on this thread run on this thread only, inside a block."""
 
-together = partial(_torch_has, None)
+together = partial(_threads, None)
 """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
 
 
@@ -90,18 +100,6 @@ def _kinds() -> tuple[str, ...]:
     """Return the kinds of devices that autocast may be on for."""
     current = torch.accelerator.current_accelerator()
     return tuple(dict.fromkeys(("cpu", "cuda", "cpu" if current is None else current.type)))
-
-
-@contextmanager
-def _counted(count: int, *, torch_has: int) -> Iterator[None]:
-    """Set what `thread_count` returns, and how many threads an operation of torch has, inside a block."""
-    before, _mine.count = getattr(_mine, "count", None), count
-    restore = _limit(torch_has)
-    try:
-        yield
-    finally:
-        _mine.count = before
-        restore()
 
 
 def run_all(
@@ -157,7 +155,7 @@ def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
     """
     if device.type != "cpu":
         return task()
-    with _counted(1, torch_has=1):
+    with _threads(1, count=1):
         return task()
 
 
@@ -202,7 +200,7 @@ def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     with suppress(RuntimeError):  # no thread starts where the interpreter ends; the caller needs none
         for _ in range(min(threads, len(tasks)) - 1):
             helping.append(_helpers(threads).submit(work))
-    with _counted(1, torch_has=1), torch.no_grad():
+    with _threads(1, count=1), torch.no_grad():
         work()
     begun = [future for future in helping if not future.cancel()]
     profiled = begun and torch.autograd.profiler._is_profiler_enabled
