@@ -15,7 +15,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
-from muonmesh.numerics.kernels.memory import rewrite, upload
+from muonmesh.numerics.kernels.pinned_copies import rewrite, upload
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.product_table import Matmuls, Number, Operand, Terms
 from muonmesh.numerics.kernels.threads import keep, run_each
 
 BLOCK = 128

@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.rows import MEASURED
-from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import operator
 
@@ -47,12 +47,12 @@ def multiply(
     return out
 
 
-_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "lines.measuring")
+_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "norms.measuring")
 _norms = operator(
     "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
-    "lines.finding_norms",
+    "norms.finding_norms",
 )
-_rescale = operator("rescale(Tensor x, Tensor(a!) out, Tensor power)", "lines.rescaling")
+_rescale = operator("rescale(Tensor x, Tensor(a!) out, Tensor power)", "norms.rescaling")
 
 
 def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

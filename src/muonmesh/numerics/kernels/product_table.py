@@ -18,6 +18,9 @@ Number: TypeAlias = float | Tensor
 Terms: TypeAlias = Sequence[tuple[Tensor, Number]]
 """The summands of a product's result: batches of matrices, each with its factor."""
 
+ALIGNMENT = 64
+"""Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
+
 SMALL_ROWS, SMALL_COLS = 64, 128
 """The largest matrix of `Small` on a device, which one program holds from its first step to its last, rows ≤ cols; more
 would leave its threads without registers (docs/internals/kernels.md has the figures)."""
