@@ -1,4 +1,4 @@
-"""The table of matrix products that the iteration uses; each kind of hardware has its own table."""
+"""Matmuls: the matrix products that the iteration uses. Each backend fills one such table."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import torch
 from torch import Tensor
 
 Operand: TypeAlias = Tensor | None
-"""A batch of matrices, which may be missing."""
+"""A batch of matrices; None stands for the transpose of the first operand."""
 
 Number: TypeAlias = float | Tensor
 """A number that is the same in every optimizer step, or a tensor with one number for each matrix, (batch, 1, 1)."""
 
 Terms: TypeAlias = Sequence[tuple[Tensor, Number]]
-"""The summands of a product's result: batches of matrices, each with its factor."""
+"""What is added to a product: pairs of a batch of matrices C and a factor c."""
 
 ALIGNMENT = 64
 """Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
 
 SMALL_ROWS, SMALL_COLS = 64, 128
-"""The largest matrix of `Small` on a device, which one program holds from its first step to its last, rows ≤ cols; more
-would leave its threads without registers (docs/internals/kernels.md has the figures)."""
+"""The largest matrix, rows ≤ cols, for which one program of a device computes all steps (`Small`). The program holds it
+in registers, and a larger matrix would need more than there are (docs/internals/kernels.md has the figures)."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Products whose rounding can be kept, and one pass for what takes torch several; for contiguous batches.
+    """Operations of a backend that can keep rounding errors. All tensors are contiguous, in the compute dtype.
 
-    With it `Matmuls.multiply` takes two terms, and ``low``, shaped like `out`: what rounding leaves, rounded.
+    If a table has these operations, its `Matmuls.multiply` takes up to two terms, and one argument more: ``low``, a
+    tensor of the shape of ``out``. It receives the rounding error of the result, rounded to the compute dtype.
 
     Attributes:
-        row_products: `row_products(X, Y)`: the sum of X * Y over each row, fp32 (batch, rows).
-        load: `load(X, out)`: as `numerics.normalize.load`, where both have the compute dtype.
-        store: `store(X, out)`: as `numerics.normalize.store`, likewise.
+        row_products: ``row_products(x, y)`` returns the sum of x * y over each row, fp32 (batch, rows).
+        load: ``load(x, out)`` does `numerics.normalize.load` in one pass.
+        store: ``store(x, out)`` does `numerics.normalize.store` in one pass.
     """
 
     row_products: Callable[[Tensor, Tensor], Tensor]
@@ -48,8 +49,9 @@ class Small:
     """All steps of small matrices in one call.
 
     Attributes:
-        run: `run(X, out, polynomials)`: three coefficients a step; ``out`` is contiguous, of X's shape and dtype.
-        dtypes: The dtypes of matrices that it takes.
+        run: ``run(x, out, polynomials)`` orthogonalizes a batch. ``polynomials`` has three coefficients for each step,
+            one step after the other. ``out`` is contiguous and has the shape and dtype of ``x``.
+        dtypes: The dtypes of ``x`` that ``run`` accepts.
     """
 
     run: Callable[[Tensor, Tensor, tuple[float, ...]], None]
@@ -58,28 +60,32 @@ class Small:
 
 @dataclass(frozen=True)
 class Matmuls:
-    """One product on batches of matrices, the only place where Newton–Schulz spends its time.
-
-    X has shape (batch, rows, cols); A, B and C have shape (batch, rows, rows) and are symmetric. `out` is
-    contiguous, shares no memory with an operand, and is returned.
+    """The products of a backend, on batches of matrices. Nearly all time of an iteration is spent in `multiply`.
 
     Attributes:
-        multiply: `multiply(A, B, [(C, c)], out, alpha=1.0, scale=1.0, symmetric=True)`: scale·(alpha·A B + c·C), where
-            alpha is the same at every optimizer step. `symmetric` says that the result is, so that its elements may be
-            copied from their mirror images; A and B need not commute to the last bit. These are its five uses:
-            s·X Xᵀ, `(X, None, [], out, scale=s)`; b·A + c·A², `(A, A, [(A, b)], out, alpha=c)`; c·C + A B of A and B
-            that commute, `(A, B, [(C, c)], out)`, and likewise with both triangles, `symmetric=False`; and
-            s·(a·X + B X), `(B, X, [(X, a)], out, scale=s, symmetric=False)`. On a device there may be none, one or two
-            terms, and ``identity``, a number that is added to the diagonal before `scale` multiplies.
-        at_once: How many matrices of this shape one call should be given at most. A CPU is given one where matrices are
-            large, since for one alone there are faster reductions and elementwise operations.
+        multiply: ``multiply(a, b, terms, out, alpha=1.0, scale=1.0, symmetric=True)`` writes
+            scale · (alpha · A B + c · C) to ``out`` and returns ``out``. ``out`` is contiguous and shares no memory
+            with an operand. ``alpha`` is the same number in every optimizer step. ``symmetric`` says that the result is
+            symmetric, so a backend may compute one triangle and mirror it, even if rounded A and B do not commute to
+            the last bit. With X of shape (batch, rows, cols), and symmetric A, B and C of shape (batch, rows, rows):
+
+            - s · X Xᵀ is ``multiply(x, None, [], out, scale=s)``.
+            - b · A + c · A² is ``multiply(a, a, [(a, b)], out, alpha=c)``.
+            - c · C + A B, if A and B commute, is ``multiply(a, b, [(c, factor)], out)``; with ``symmetric=False`` both
+              triangles are computed.
+            - s · (f · X + B X) is ``multiply(b, x, [(x, f)], out, scale=s, symmetric=False)``.
+
+            On a device there may be none, one or two terms, and ``identity``, a number that is added to the diagonal
+            before ``scale`` multiplies it.
+        at_once: The largest number of matrices that the iteration should give to one call. It is 1 for large matrices
+            on a CPU, because reductions and elementwise operations are faster on a single matrix there.
         one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
-        normalize: `normalize(X, out)`: writes each matrix times the power of two that takes its norm ν into
-            [2¹², 2¹³), and returns 1/ν and 1/ν² of what it is then, (batch, 1, 1) each, fp32 or wider; both are finite
-            for a matrix of zeros, and NaN where an entry is not finite. None: `numerics.normalize.normalize` does it.
-        exact: Further operations of this hardware; None: products are rounded to the compute dtype, and torch's
-            operations are used.
-        small: All steps of matrices of this shape in one call; None: they are computed step by step.
+        normalize: ``normalize(x, out)`` multiplies each matrix by a power of two, so that its norm ν lies in
+            [2¹², 2¹³). It returns 1/ν and 1/ν², (batch, 1, 1) each, fp32 or wider. Both are finite for a matrix of
+            zeros, and NaN if an entry is not finite. None: `numerics.normalize.normalize` does this.
+        exact: Operations of a backend that can keep rounding errors. None: torch's operations are used, and the error
+            of each product is lost.
+        small: All steps of matrices of this shape in one call. None: they are computed step by step.
     """
 
     multiply: Callable[..., Tensor]
