@@ -159,8 +159,9 @@ class Record:
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
-                copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
-                state["master"] = storage.wrap(copy)
+                *_, form = self.parameter.forms(self.precision, master=True)
+                state["master"] = form.fresh()
+                local_of(state["master"]).copy_(local_of(tensor).detach())
             fill(local_of(state["master"]), storage, boxes)
 
     def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
@@ -168,8 +169,7 @@ class Record:
         if boxes is None and held is None:
             return
         if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.shape:
-            held = part.layout.fresh(part.shape, part.dtype, self.parameter.tensor.device, self.precision)
-            self.states[self.parameter.tensor][part.key] = held
+            held = self.states[self.parameter.tensor][part.key] = part.fresh()
         local, storage = local_of(held), part.layout.storage
         if boxes is None:
             for box in boxes_of(local, storage.layout, storage.shape).values():
@@ -224,7 +224,7 @@ class Recorded:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
             entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
-            prepare_state(entry, self.runtime.precision)
+            prepare_state(entry)
 
     @plain_modes()
     def checkpoint_records(self) -> list[Record]:
@@ -248,8 +248,7 @@ class Recorded:
             forms = member.forms(runtime.precision, master=True)
             state, group = optimizer.state, optimizer.param_groups[member.group]
             check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-            saved = [each._replace(dtype=each.layout.saved_dtype(runtime.precision)) for each in forms]
-            parts = tuple(each for each in saved if each.key != "master")
+            parts = tuple(form.saved for form in forms if form.key != "master")
             records.append(Record(member, state, parts, group, runtime.precision))
         return records
 

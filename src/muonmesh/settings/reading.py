@@ -19,21 +19,23 @@ class GroupRead(NamedTuple):
     """A param group as a step has read it.
 
     Attributes:
-        contents: Its contents then (`_contents`), which stay alive, so that no other object takes the identity of one
-            of them. Empty if some of them could change in place: then every step reads the group.
+        keys: Its keys.
+        contents: Its contents (`_contents`), which stay alive, so that no other object takes the identity of one of
+            them. Empty if some of them could change in place: then every step reads the group.
         rule: The snapshot of its rule.
         at_rest: Whether its learning rate is exactly 0.
         terms: What a plan depends on, see `plan_terms`.
     """
 
-    contents: Sequence[object]
+    keys: list[str]
+    contents: list[object]
     rule: Any
     at_rest: bool
     terms: object
 
     @staticmethod
-    def of(group: Mapping[str, Any], contents: Sequence[object]) -> GroupRead:
-        """Check a group and read it; ``contents`` are its `_contents`.
+    def of(group: Mapping[str, Any]) -> GroupRead:
+        """Check a group and read it.
 
         Raises:
             ValueError, TypeError: an entry is missing, unknown or has no allowed value.
@@ -42,7 +44,15 @@ class GroupRead(NamedTuple):
         check_structure(where, group)
         rule = check_group(where, group, read=False)
         fixed = all([key == "params" or _is_fixed(value, lists=True) for key, value in group.items()])
-        return GroupRead(contents if fixed else (), rule, float(group["lr"]) == 0, plan_terms(group, rule))
+        contents = _contents(group) if fixed else []
+        return GroupRead([*group], contents, rule, float(group["lr"]) == 0, plan_terms(group, rule))
+
+    def is_current(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a group holds the same objects, none of which can change, and its rule is the same."""
+        contents = _contents(group)
+        if len(contents) != len(self.contents) or not all(map(is_, contents, self.contents)):
+            return False
+        return [*group] == self.keys and RULES.get(group["algorithm"]) is type(self.rule)
 
 
 class SettingsFound(NamedTuple):
@@ -84,10 +94,8 @@ def read_groups(
             write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
             raise ValueError(explain_error("lr", what, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
-            contents, read = _contents(group), before[number] if number < len(before) else None
-            if read is None or len(contents) != len(read.contents) or not all(map(is_, contents, read.contents)):
-                read = GroupRead.of(group, contents)
-            found.append(read)
+            read = before[number] if number < len(before) else None
+            found.append(read if read is not None and read.is_current(group) else GroupRead.of(group))
     except (TypeError, ValueError) as wrong:
         error = wrong
     if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
@@ -122,9 +130,9 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
 
 
 def _contents(group: Mapping[str, Any]) -> list[object]:
-    """Return all that a group holds: keys, values and what is in lists; and the rules that there are."""
+    """Return all values of a group, and the entries of those that are lists."""
     lists = [value for value in group.values() if type(value) is list]
-    return [*RULES.values(), *group, *group.values(), *chain.from_iterable(lists)]
+    return [*group.values(), *chain.from_iterable(lists)]
 
 
 def _is_fixed(value: object, *, lists: bool = False) -> bool:

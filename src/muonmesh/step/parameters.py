@@ -337,7 +337,7 @@ class ReadyParameters:
     def _make_ready(self, entry: ParameterStep) -> None:
         member = entry.member
         if not entry.in_form:  # state is created unless the CPU knows that no rank has a gradient
-            prepare_state(entry, self.precision, create=entry.present is not False)
+            prepare_state(entry, create=entry.present is not False)
         if self.codec is None:
             entry.bind({})
         else:
