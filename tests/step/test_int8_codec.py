@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.blockwise import Codes, decode, encode, largest
-from muonmesh.step.blocks import SCALE
+from muonmesh.step.int8_momentum import SCALE
 
 SHAPES: list[tuple[tuple[int, ...], object]] = [((40, 600), None), ((600, 40), None), ((9, 70, 3, 3), "flatten")]
 
