@@ -83,7 +83,7 @@ class MuonStep(Work):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[Local, tuple[list[int], Repeatable | None, object]] = {}
+        self._places: dict[Local, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row.
         self._momenta: dict[int, Mapping[str, Tensor]] = {}
         self._weights: dict[int, WeightViews] = {}
@@ -129,23 +129,18 @@ class MuonStep(Work):
             return
         facts = ready.version, ready.rules, kernels.active
         now = [*map(id, facts), *map(Tensor.data_ptr, memory)]
-        last, place, _ = self._places.get(batch, ([], None, ()))
+        last, place, kind, _ = self._places.get(batch, ([], None, None, ()))
         if last != now:
-            place = None
-            if self._only_orthogonalizes(batch.assignments[0]):
+            place, kind = None, ready.of(batch.assignments[0]).kind
+            if _only_orthogonalizes(kind):
                 place = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
-            self._places[batch] = now, place, facts  # which stay alive, so that nothing else takes their identity
-        if place is None:
+            self._places[batch] = now, place, kind, facts  # which stay alive, so that nothing else takes their identity
+        if place is None or kind is None:
             run(*memory)
         else:
-            run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
+            with kind.orthogonalizer.exactly():
+                run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
             torch.autograd.graph.increment_version(place.written)
-
-    def _only_orthogonalizes(self, number: int) -> bool:
-        """Whether the kernels between fold and apply are the same in every step."""
-        kind = self.ready.of(number).kind
-        alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
-        return alone and kind.orthogonalizer.repeats
 
     def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
@@ -266,6 +261,11 @@ class MuonStep(Work):
         if self.ready.squares is not None and squares is not None:
             total = torch.stack(squares).sum() / member.storage.copies
             self.ready.squares.setdefault(member.group, []).append(total)  # by any thread
+
+
+def _only_orthogonalizes(kind: Kind) -> bool:
+    """Whether the kernels between fold and apply are the same in every step."""
+    return kind.rule.orthogonalizes and not (kind.balances or kind.changes) and kind.orthogonalizer.repeats
 
 
 def _one_by_one(batches: Sequence[Tensor]) -> Iterator[Tensor]:
