@@ -45,6 +45,7 @@ def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
 ELEMENTWISE = "AdamW and other elementwise rules"
 
 
+@pytest.mark.own_ambient  # the profiler shows the thread of the caller alone
 def test_a_step_on_one_rank_has_names_in_a_profile() -> None:
     plain, _ = stepped(False, False)
     named, rows = stepped(False, True)
