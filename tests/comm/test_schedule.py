@@ -30,6 +30,13 @@ from muonmesh.layout import split_matrices as split
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.kernels import threads
 
+COVERS = (
+    "comm.schedule.Schedule",
+    "comm.views.Elements",
+    "comm.work.Batching",
+    "comm.schedule.stages_of",
+)
+
 CPU = torch.device("cpu")
 
 # name: (mesh, placements, shape, matrices)

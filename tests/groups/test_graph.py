@@ -25,6 +25,11 @@ from muonmesh.groups.example import seen_in
 from tests.support.reference import split
 from tests.support.workers import Pool
 
+COVERS = (
+    "groups.graph.seen_by",
+    "groups.example.seen_in",
+)
+
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
 
 

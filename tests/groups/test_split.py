@@ -27,6 +27,14 @@ from tests.support.reference import split
 from tests.support.samples import one_in
 from tests.support.workers import Pool
 
+COVERS = (
+    "groups.fused.known_cut",
+    "groups.fused.expert_cut",
+    "groups.roles.role",
+    "groups.split.split_params",
+    "groups.sites.sites",
+)
+
 V, H = "adamw.vectors", "adamw.head"
 E, M = "adamw.embeddings", "adamw.matrices"
 

@@ -17,6 +17,11 @@ from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.integrations.megatron.refusals import refuse_state
 
+COVERS = (
+    "integrations.megatron.refusals.refuse_state",
+    "integrations.megatron.declared.mesh_finder",
+)
+
 
 @pytest.fixture
 def one_rank() -> Iterator[dist.ProcessGroup]:

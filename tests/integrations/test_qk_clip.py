@@ -26,6 +26,12 @@ import muonmesh as mm
 from muonmesh.integrations.qk_clip import attention as attention_module
 from muonmesh.integrations.qk_clip.attention import bound_of, largest_logits
 
+COVERS = (
+    "integrations.qk_clip.attention.bound_of",
+    "integrations.qk_clip.clip.QKClip",
+    "integrations.qk_clip.rows.LogitRows",
+)
+
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20, "vocab_size": 31}
 DEEPSEEK = {
     **{**SIZES, "num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 10, "qk_rope_head_dim": 2},

@@ -17,6 +17,11 @@ from muonmesh.layout.piece_table import NOWHERE, Row, evenly, joined
 from muonmesh.layout.region import Piece, overlap, row_major
 from tests.support.fuzzing import flat_layouts, mesh_layouts, shared_by_replicas, specs
 
+COVERS = (
+    "layout.piece_table.PieceTable",
+    "layout.piece_table.joined",
+)
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
 
+COVERS = ("numerics.device_iteration.DeviceIteration",)
+
 ROWS, COLS = 384, 800
 
 

@@ -37,6 +37,20 @@ Interpreter = Callable[..., Any]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
 """The largest error of one rounding, relative."""
+
+COVERS = (
+    "numerics.kernels.triton.triton_products",
+    "numerics.kernels.fused.fold",
+    "numerics.kernels.lines.measure",
+    "numerics.kernels.memory.download",
+    "numerics.kernels.pieces.fold",
+    "numerics.kernels.recording.Recording",
+    "numerics.kernels.rows.PieceRows",
+    "numerics.kernels.small.orthogonalize",
+    "numerics.kernels.toolchain.is_interpreted",
+    "step.by_kernel.ByKernel",
+)
+
 # Smaller than a tile, larger with rows that are not aligned, tiles of 128 that do not divide the matrix.
 SIZES = [
     *((1, 1, 1, BF16), (65, 130, 2, BF16), (3, 50, 2, FP16), (3, 50, 2, FP32)),

@@ -17,6 +17,8 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.threads import run_all
 from tests.support.meshes import mesh_of
 
+COVERS = ("step.muon_step.Profiled",)
+
 
 def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
     """Two steps, the second of which may be profiled; weights, and the rows of ours."""

@@ -33,6 +33,8 @@ from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_sam
 from tests.support.folders import forge
 from tests.support.workers import Pool
 
+COVERS = ("tools.cli.checkpoints.Checkpoints",)
+
 RANKS = 2
 VOCAB = 300
 STEP = 4
