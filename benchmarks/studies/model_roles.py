@@ -163,7 +163,7 @@ def walks() -> dict[str, float]:
             )
         ),
     }
-    found, read = {}, examples.seen_by
+    found, read = {}, examples.facts_of_graph
 
     def timed(*args: Any) -> Any:
         start = time.process_time()
@@ -171,15 +171,15 @@ def walks() -> dict[str, float]:
         times.append(1e3 * (time.process_time() - start))
         return seen
 
-    examples.seen_by = timed
+    examples.facts_of_graph = timed
     for name, make in made.items():
         with torch.device("meta"):
             model = make()
         times: list[float] = []
         for _ in range(7):
-            examples.seen_in(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
+            examples.facts_of_example(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
         found[name] = round(min(times), 1)
-    examples.seen_by = read
+    examples.facts_of_graph = read
     return found
 
 

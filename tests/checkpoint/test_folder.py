@@ -80,7 +80,7 @@ def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_
     held = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
     assert read(path, held) == SETTINGS
     assert all(torch.equal(held[name], tensor) for name, tensor in found.items())
-    assert look(path).held.keys() == held.keys()
+    assert look(path).tensors.keys() == held.keys()
 
 
 def held_by_another(path: Path) -> str:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from muonmesh.checkpoint.folder import found_at, look
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.checkpoints import forget_others, is_whole, numbered
 from tests.support.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from muonmesh.checkpoint.index import MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, SETTINGS_FILE
 from muonmesh.errors import FileError
 from tests.support.folders import forge, read, write
 from tests.support.mutations import MANY, QUICK, mutate

@@ -12,7 +12,7 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.checkpoint import record
-from muonmesh.checkpoint.index import REMEDY, unreadable
+from muonmesh.checkpoint.manifest import REMEDY, unreadable
 from tests.support.workers import Pool
 
 COVERS = (

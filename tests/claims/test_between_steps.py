@@ -366,7 +366,7 @@ def test_a_step_that_raises_has_changed_nothing_in_many_cases(data: st.DataObjec
 # ------------------------------------------------------------------ rules that raise
 
 BEFORE_A_WRITE = ("check", "keeps")
-IN_A_STEP = ("fold", "direction", "balance", "whole", "summands", "keep", "apply_with", "unsuited")
+IN_A_STEP = ("fold", "direction", "balance", "whole", "summands", "keep", "apply", "unsuited")
 
 
 class Spoiled(Exception):
@@ -401,8 +401,8 @@ class Summing(mm.MuonRule):
     def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
         return (update.double().square(),)
 
-    def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
-        self.apply(weights, update, size, state)
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        super().apply(weights, update, size, state)
 
     def keep(self, state: Any, sums: tuple[Tensor, ...]) -> None:
         state["count"].add_(sums[0])

@@ -186,7 +186,7 @@ BY_HAND = {
 OTHERS = (
     "tools/cli/",
     "files.py",
-    "checkpoint/index.py",
+    "checkpoint/manifest.py",
     "numerics/rules",
     "comm/exchange.py",
 )

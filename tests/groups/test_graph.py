@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
-from muonmesh.groups.example import seen_in
+from muonmesh.groups.example import facts_of_example
 from tests.support.reference import split
 from tests.support.workers import Pool
 
@@ -675,7 +675,7 @@ def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any,
     attends = GPT2Attention(forward, **layers)
     model = Calls(lambda self, x: self.out(self.a(self.embed(x))), embed=nn.Embedding(9, 16), a=attends)
     model.out = nn.Linear(16, 9)
-    seen = seen_in(model, IDS)
+    seen = facts_of_example(model, IDS)
     assert seen[id(layers["proj"].weight)].cut == "whole"
     assert not seen[id(layers["proj"].weight)].hidden
     assert seen[id(layers["c_attn"].weight)].cut == cut
@@ -689,7 +689,7 @@ def test_indices_that_pick_tokens_hide_nothing() -> None:
         return out
 
     model = cut_of(16, forward)
-    seen = seen_in(model, IDS)[id(model.get_parameter(FUSED))]
+    seen = facts_of_example(model, IDS)[id(model.get_parameter(FUSED))]
     assert (seen.cut, seen.hidden) == ("whole", False)
 
 
@@ -747,7 +747,7 @@ def test_a_function_that_calls_compiled_blocks() -> None:
     model = cut_of(32, gqa_by_group)
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend=backend)
-    seen = seen_in(model, lambda: model(*IDS).sum())
+    seen = facts_of_example(model, lambda: model(*IDS).sum())
     assert seen[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
     assert compiled == []
 
@@ -835,16 +835,20 @@ class Bare(nn.Module):
         self.per_expert = nn.Parameter(torch.randn(4, 16, 32))
         self.per_expert_out = nn.Parameter(torch.randn(4, 16, 16))
         self.filters = nn.Parameter(torch.randn(16, 1, 3))
+        self.kernel = nn.Parameter(torch.randn(16, 16, 3))
         self.final = nn.Parameter(torch.randn(16, 9))
+        self.shift = nn.Parameter(torch.randn(5, 16))
+        self.first = nn.Parameter(torch.randn(3, 16))
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words[ids]
+        x = torch.cat([self.first.expand(len(ids), -1, -1), self.words[ids] + self.shift], 1)[:, 3:]
         gate, up = (x @ self.w_in).chunk(2, -1)
         x = x + (gate.sigmoid() * up) @ self.w_out.T
         y = torch.einsum("btd,edf->betf", x, self.per_expert)
         a, b = y[..., ::2], y[..., 1::2]
         x = x + torch.einsum("betf,egf->betg", a * b, self.per_expert_out).sum(1)
         x = x + F.conv1d(x.mT, self.filters, padding=1, groups=16).mT
+        x = x + F.conv1d(x.mT, self.kernel, padding=1).mT
         return x @ self.final
 
 
@@ -857,6 +861,9 @@ def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
         "per_expert": ("stack", ("transposed", ("interleaved", 2, 0))),
         "per_expert_out": "stack",
         "filters": ADAMW,
+        "kernel": "flatten",
+        "shift": INPUT,  # names that say nothing
+        "first": INPUT,
         "final": HEAD,
     }
 
@@ -884,7 +891,7 @@ def test_a_tied_table_and_a_shared_layer() -> None:
 
     model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
     assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
-    assert seen_in(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
+    assert facts_of_example(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
 
 
 def test_a_weight_that_takes_no_part_is_said_to() -> None:

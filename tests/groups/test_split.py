@@ -1201,6 +1201,13 @@ def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
     assert "a guess" in reason(groups, "model.layers.0.self_attn.qkv_proj.weight")
 
 
+def test_keys_and_values_of_cross_attention_are_two_matrices() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SMALL, add_cross_attention=True))
+    found = assigned(split_params(model))
+    assert found["transformer.h.0.attn.c_attn.weight"] == ("transposed", ("rows", 32, 32, 32))
+    assert found["transformer.h.0.crossattention.c_attn.weight"] == ("transposed", ("rows", 32, 32))
+
+
 def test_a_stack_of_experts_in_one_matrix() -> None:
     from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
 

@@ -497,7 +497,7 @@ class AllKinds(mm.MuonRule):
         state["by_matrix"].add_(update.norm(dim=(-2, -1), keepdim=True))
         return update / (1 + state["by_row"]) / (1 + state["by_col"]) / (1 + state["by_matrix"])
 
-    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
         super().apply(weights, update, size, state)
         state["mean"].lerp_(weights, 1 - self.beta)
 
@@ -514,7 +514,7 @@ class Sphere(mm.MuonRule):
         u, w = update.double(), weights.double()
         return w.square(), w * u, torch.ones_like(update) + state["steps"] * 0
 
-    def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None:
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
         along = torch.where(sums[0] == 0, 0.0, sums[1] / sums[0])
         weights.sub_((update - weights * along).mul_(size / sums[2].sqrt()))
         state["steps"].add_(1)
@@ -610,7 +610,7 @@ class NormalisesGradients(mm.MuonRule):
 @register_rule("test-centres-weights")
 @dataclass(frozen=True)
 class CentresWeights(mm.MuonRule):
-    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None:
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
         super().apply(weights, update, size, state)
         weights.sub_(weights.mean())
 

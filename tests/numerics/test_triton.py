@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
 from muonmesh.numerics.kernels import batched, fused, recording, toolchain, triton
-from muonmesh.numerics.kernels.memory import download
+from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize

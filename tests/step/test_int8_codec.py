@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.blockwise import Codes, decode, encode, largest
-from muonmesh.step.blocks import SCALE
+from muonmesh.step.int8_momentum import SCALE
 
 COVERS = (
     "numerics.blockwise.encode",

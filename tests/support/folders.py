@@ -9,9 +9,9 @@ from typing import Any
 
 from muonmesh.checkpoint import folder
 from muonmesh.checkpoint.folder import look
-from muonmesh.checkpoint.index import MANIFEST_FILE, digest_of, entry_of
-from muonmesh.checkpoint.ranks import together
-from muonmesh.checkpoint.record import _written, fill, wanted
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, digest_of, entry_of
+from muonmesh.checkpoint.ranks import on_every_rank
+from muonmesh.checkpoint.record import _written, fill, new_boxes
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError
@@ -37,12 +37,12 @@ def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     contents = look(path)
     shares, storages = {}, {}
     for name, tensor in tensors.items():
-        saved, storage = contents.held.get(name), storage_of(name, tensor, None)
+        saved, storage = contents.tensors.get(name), storage_of(name, tensor, None)
         if saved is None or saved.shape != tuple(storage.shape):
             raise FileError(f"{path}: {name} is not there, or of another shape")
         storages[name] = storage
-        shares[name] = wanted(storage, saved.dtype, local_of(tensor).device)
-    together(lambda: contents.read(shares))
+        shares[name] = new_boxes(storage, saved.dtype, local_of(tensor).device)
+    on_every_rank(lambda: contents.read(shares))
     for name, tensor in tensors.items():
         fill(local_of(tensor), storages[name], shares[name])
     return contents.settings

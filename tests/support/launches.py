@@ -23,7 +23,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from muonmesh.numerics import newton_schulz
-from muonmesh.numerics.kernels import lines, small, tiles, triton_launch
+from muonmesh.numerics.kernels import norms, small, tiles, triton_launch
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.kernels.triton_launch import Launch
 from muonmesh.numerics.newton_schulz import Orthogonalizer
@@ -100,11 +100,11 @@ def shifted() -> Callable[[], Launch]:
 
 def beside(rows: int, cols: int) -> dict[str, Callable[[], Launch]]:
     x, power = torch.zeros(2, rows, cols, dtype=BF16), torch.ones(2, dtype=torch.int32)
-    parts = -(-rows * cols // lines.MEASURED)
+    parts = -(-rows * cols // norms.MEASURED)
     exponents, squares = torch.zeros(2, parts, dtype=torch.int32), torch.zeros(2, parts)
     return {
-        f"measure {rows}×{cols}": lambda: lines.measuring(x, exponents, squares),
-        f"rescale {rows}×{cols}": lambda: lines.rescaling(x, x.view(torch.float16), power),
+        f"measure {rows}×{cols}": lambda: norms.measuring(x, exponents, squares),
+        f"rescale {rows}×{cols}": lambda: norms.rescaling(x, x.view(torch.float16), power),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muonmesh.checkpoint.folder import before_at, writing_at
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.checkpoints import forget_others, latest_step
 from tests.support.folders import read, write
 

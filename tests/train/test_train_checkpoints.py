@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.index import MANIFEST_FILE, read_manifest
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app

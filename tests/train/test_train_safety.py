@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import prepare_corpus, standard_library

@@ -68,7 +68,7 @@ class Role:
     guess: bool = False
 
 
-def sites(
+def parameter_sites(
     module: nn.Module, path: tuple[str, ...] = (), owners: tuple[tuple[str, nn.Module], ...] = ()
 ) -> Iterator[Site]:
     """Yield every place where a model holds a parameter, in registration order; shared parameters occur several times.
@@ -79,7 +79,7 @@ def sites(
         owners: The modules around this module, see `Site`.
     """
     if (inner := _wrapped(module)) is not None:
-        yield from sites(inner, path, owners)
+        yield from parameter_sites(inner, path, owners)
         return
     owners = ((path[-1] if path else "", module), *owners)
     for key, parameter in module._parameters.items():
@@ -87,13 +87,13 @@ def sites(
             yield Site(".".join((*path, key)), key, parameter, owners)
     for name, child in module._modules.items():
         if child is not None:
-            yield from sites(child, (*path, name), owners)
+            yield from parameter_sites(child, (*path, name), owners)
 
 
 def shared_sites(model: nn.Module) -> list[list[Site]]:
     """Return the places of each parameter of a model, in the order of the first ones."""
     shared: dict[int, list[Site]] = {}
-    for site in sites(model):
+    for site in parameter_sites(model):
         shared.setdefault(id(site.parameter), []).append(site)
     return list(shared.values())
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from muonmesh.checkpoint.form import SIZE, TEXT, Kind, check_form, one_of, only
+from muonmesh.checkpoint.form import SIZE, TEXT, ValueKind, check_form, one_of, only
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, lacks_memory, read_json, reason, replace_text
 from muonmesh.layout.matrix import as_tuples
@@ -50,20 +50,20 @@ Sizes: TypeAlias = tuple[int, ...]
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # begin and length in each dim
 
 _FORMAT = 3
-_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_DTYPES = {name: one for name, one in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
-_DATA_FILE_NAME = Kind(
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("q", "bits"))}  # these need a scale
+_DATA_FILE_NAME = ValueKind(
     "the name of a file with tensors", lambda name: isinstance(name, str) and bool(DATA_FILE.fullmatch(name))
 )
-_FILE_NAME = Kind("the name of a file of a checkpoint", lambda name: name in BESIDE or _DATA_FILE_NAME.holds(name))
-_SHAPE = Kind(
+_FILE_NAME = ValueKind("the name of a file of a checkpoint", lambda name: name in BESIDE or _DATA_FILE_NAME.holds(name))
+_SHAPE = ValueKind(
     "a list of at most 16 whole numbers of at least 0",
     lambda value: isinstance(value, list) and len(value) <= 16 and all(map(SIZE.holds, value)),
 )
 _ENTRY = only({"bytes": SIZE, "sha256": TEXT})
 _TENSOR = only(
     {
-        "dtype": Kind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
+        "dtype": ValueKind("a dtype", lambda name: isinstance(name, str) and name in _DTYPES),
         "shape": _SHAPE,
         "pieces": [only({"offset": _SHAPE, "shape": _SHAPE, "file": _DATA_FILE_NAME, "start": SIZE, "record": _SHAPE})],
     }
@@ -73,7 +73,7 @@ _MANIFEST = only(
         "format": one_of([_FORMAT], ": another version wrote it"),
         "files": {_FILE_NAME: _ENTRY, **dict.fromkeys(BESIDE, _ENTRY)},
         "byteorder": one_of([sys.byteorder], ", as on this machine"),
-        "tensors": {Kind("a name of at most 1,000 characters", lambda name: len(name) <= 1000): _TENSOR},
+        "tensors": {ValueKind("a name of at most 1,000 characters", lambda name: len(name) <= 1000): _TENSOR},
         "sha256": TEXT,
     }
 )
@@ -119,18 +119,20 @@ class SavedTensor(NamedTuple):
         Raises:
             FileError: the file could not be read, or a bool is neither 0 nor 1.
         """
-        path, held = folder / piece.file, bytearray()
+        path, content = folder / piece.file, bytearray()
         try:
             with path.open("rb") as file:
                 file.seek(piece.start)
-                held = bytearray(self.bytes_of(piece))
-                if file.readinto(held) < len(held):
+                content = bytearray(self.bytes_of(piece))
+                if file.readinto(content) < len(content):
                     raise EOFError("it ends too early")
         except (OSError, MemoryError, EOFError) as error:
             raise unreadable(f"{path}: {self.name}", error) from error
-        if self.dtype is torch.bool and max(held) > 1:
-            raise FileError(explain_error(str(path), f"a byte {max(held)} in {self.name}", "0 and 1 in a bool", REMEDY))
-        return torch.frombuffer(held, dtype=self.dtype).view(piece.shape)
+        if self.dtype is torch.bool and max(content) > 1:
+            raise FileError(
+                explain_error(str(path), f"a byte {max(content)} in {self.name}", "0 and 1 in a bool", REMEDY)
+            )
+        return torch.frombuffer(content, dtype=self.dtype).view(piece.shape)
 
 
 class Manifest(NamedTuple):
@@ -172,20 +174,20 @@ def entry_of(path: Path) -> Entry:
         return file.tell(), digest
 
 
-def unreadable(what: str, error: BaseException) -> FileError:
+def unreadable(subject: str, error: BaseException) -> FileError:
     """Return the error for a file that could not be read; without permission or memory, the file is not damaged."""
     remedy = "Let the user of this process read it" if isinstance(error, PermissionError) else REMEDY
     if lacks_memory(error):
         remedy = "Free some memory and load again"
-    return FileError(f"{what} could not be read: {reason(error)}. {remedy}")
+    return FileError(f"{subject} could not be read: {reason(error)}. {remedy}")
 
 
-def merged(some: Sequence[Manifest]) -> Manifest:
+def merged(manifests: Sequence[Manifest]) -> Manifest:
     """Return the files and the tensors of all ranks together."""
     files, tensors = dict[str, Entry](), dict[str, SavedTensor]()
-    for one in some:
-        files |= one.files
-        for name, tensor in one.tensors.items():
+    for manifest in manifests:
+        files |= manifest.files
+        for name, tensor in manifest.tensors.items():
             before = tensors.get(name, tensor._replace(pieces=()))
             tensors[name] = tensor._replace(pieces=before.pieces + tensor.pieces) if tensor.pieces else before
     return Manifest(files, tensors)
@@ -218,8 +220,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def digest_of(content: Mapping[str, Any]) -> str:
     """Return a hash of the content of a manifest, without the hash that it has of itself."""
-    own = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    hashed = {key: value for key, value in content.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -231,30 +233,33 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
-        found, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
+        problem, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
         if METADATA_FILE in names:
-            found = "a checkpoint of torch.distributed.checkpoint"
+            problem = "a checkpoint of torch.distributed.checkpoint"
             write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
             write += "torch.distributed.checkpoint.state_dict.set_state_dict"
-        raise FileError(explain_error(str(folder), found, "a checkpoint of muonmesh.checkpoint.save", write))
+        raise FileError(explain_error(str(folder), problem, "a checkpoint of muonmesh.checkpoint.save", write))
     return _checked(str(path), read_json(path, needed=f"the sizes and hashes that save wrote there last. {REMEDY}"))
 
 
-def _checked(where: str, content: Any, remedy: str = REMEDY) -> Manifest:
-    check_form(where, content, _MANIFEST, remedy, kind=FileError)
+def _checked(subject: str, content: Any, remedy: str = REMEDY) -> Manifest:
+    check_form(subject, content, _MANIFEST, remedy, kind=FileError)
     if content["sha256"] != digest_of(content):
-        raise FileError(f"{where}: its content has changed since it was written. {remedy}")
+        raise FileError(f"{subject}: its content has changed since it was written. {remedy}")
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     tensors = {}
     for name, entry in content["tensors"].items():
-        pieces = (SavedPiece(**{key: as_tuples(value) for key, value in one.items()}) for one in entry["pieces"])
+        pieces = (
+            SavedPiece(**{key: as_tuples(value) for key, value in saved_piece.items()})
+            for saved_piece in entry["pieces"]
+        )
         tensors[name] = SavedTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(pieces))
     try:
         for tensor in tensors.values():
             check_cover(tensor.name, tensor.shape, [(piece.offset, piece.shape) for piece in tensor.pieces])
         _check_places(tensors.values(), files)
     except ValueError as error:
-        raise FileError(explain_error(where, str(error), "pieces as save wrote them", remedy)) from None
+        raise FileError(explain_error(subject, str(error), "pieces as save wrote them", remedy)) from None
     return Manifest(files, tensors)
 
 
@@ -263,10 +268,10 @@ def torch_metadata(tensors: Iterable[SavedTensor]) -> Metadata:
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for name, dtype, shape, pieces in tensors:
-        chunks = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in pieces]
+        chunks = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in pieces]
         described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
-        for one in pieces:
-            places[MetadataIndex(name, one.offset)] = _StorageInfo(one.file, *one.record)
+        for piece in pieces:
+            places[MetadataIndex(name, piece.offset)] = _StorageInfo(piece.file, *piece.record)
     return Metadata(described, {name: (name,) for name in described}, places)
 
 
@@ -277,7 +282,7 @@ def _check_places(tensors: Iterable[SavedTensor], files: Mapping[str, Entry]) ->
     """
     ends = {name: 0 for name in files}
     places = ((piece.file, piece.start, tensor, piece) for tensor in tensors for piece in tensor.pieces)
-    for file, start, tensor, piece in sorted(places, key=lambda place: place[:2]):
+    for file, start, tensor, piece in sorted(places, key=lambda location: location[:2]):
         end = start + tensor.bytes_of(piece)
         if file not in files:
             raise ValueError(f"a piece of {tensor.name} in {file}, which the manifest does not tell of")
@@ -304,11 +309,13 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[
         if any(at < 0 or size < 0 or at + size > whole for at, size, whole in zip(offset, sizes, shape, strict=True)):
             raise ValueError(f"a piece of {name} that lies outside of it")
     counted = Counter[_Box](tuple(zip(*box, strict=True)) for box in boxes if math.prod(box[1]))
-    held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    covered, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if whole:
         counted[tuple((0, size) for size in shape)] -= 1
     if not _add_up_to_nothing(counted):
-        raise ValueError(f"no piece of {name} for some elements" if held < whole else f"two pieces of {name} overlap")
+        raise ValueError(
+            f"no piece of {name} for some elements" if covered < whole else f"two pieces of {name} overlap"
+        )
 
 
 def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:

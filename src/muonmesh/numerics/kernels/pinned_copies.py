@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
-
 
 def upload(values: Sequence[object], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers as a tensor on a device, copied from pinned memory, so that the CPU does not wait."""

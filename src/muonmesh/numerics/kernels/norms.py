@@ -25,16 +25,8 @@ def _power_of_two(exponent):
     return (tl.maximum(exponent + 127, 0) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _places(here, cols, gap, GAPS: tl.constexpr):
-    """Return the places of elements in memory where ``gap`` elements lie between two rows."""
-    return here + here // cols * gap if GAPS else here
-
-
 @triton.jit(do_not_specialize=["parts"])
-def measure(
-    x, exponents, squares, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Store the exponent e of the largest entry of a part of a matrix, and the sum of squares of the entries · 2⁻ᵉ."""
     program = tl.program_id(0)
     x += (program // parts).to(tl.int64) * numel
@@ -43,7 +35,7 @@ def measure(
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
         here = first + start + lanes
-        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32)
+        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(values))
     bits = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(bits, 1), 253) - 127  # so that its negative is one too; denormals count as 2⁻¹²⁶
@@ -51,7 +43,7 @@ def measure(
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
         here = first + start + lanes
-        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32) * power
+        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * power
         sums += values * values
     tl.store(exponents + program, exponent)
     tl.store(squares + program, tl.sum(sums, 0))
@@ -86,7 +78,7 @@ def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["parts"])
-def rescale(x, out, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def rescale(x, out, power, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Write a part of a matrix times a power of two, which may lie where the matrix is."""
     program = tl.program_id(0)
     matrix = program // parts
@@ -97,15 +89,15 @@ def rescale(x, out, power, numel, cols, gap, parts, GAPS: tl.constexpr, CHUNK: t
     out += matrix.to(tl.int64) * numel
     for start in range(0, CHUNK, BLOCK):
         here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
-        values = tl.load(x + _places(here, cols, gap, GAPS), mask=here < numel, other=0.0).to(tl.float32)
+        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
         tl.store(out + here, (values * first * second).to(out.dtype.element_ty), mask=here < numel)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:
     """Return the launch of `measure`."""
+    assert x.is_contiguous()
     batch, parts = exponents.shape
-    arguments = (x, exponents, squares, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK)
-    return Launch(measure, batch * parts, arguments, {})
+    return Launch(measure, batch * parts, (x, exponents, squares, x[0].numel(), parts, MEASURED, _BLOCK), {})
 
 
 def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Tensor, inverse_square: Tensor) -> Launch:
@@ -117,17 +109,6 @@ def finding_norms(exponents: Tensor, squares: Tensor, power: Tensor, inverse: Te
 
 def rescaling(x: Tensor, out: Tensor, power: Tensor) -> Launch:
     """Return the launch of `rescale`."""
-    parts = -(-x[0].numel() // MEASURED)
-    return Launch(rescale, len(x) * parts, (x, out, power, *_shape(x), parts, _has_gaps(x), MEASURED, _BLOCK), {})
-
-
-def _shape(x: Tensor) -> tuple[int, int, int]:
-    """Return elements, columns, and the elements between two rows, of matrices."""
-    _, rows, cols = x.shape
-    return rows * cols, cols, x.stride(1) - cols
-
-
-def _has_gaps(x: Tensor) -> bool:
-    """Whether there are other elements between the rows of a single matrix; in a batch there are none."""
-    assert x.is_contiguous() or (len(x) == 1 and x.stride(2) == 1)
-    return not x.is_contiguous()
+    numel = x[0].numel()
+    parts = -(-numel // MEASURED)
+    return Launch(rescale, len(x) * parts, (x, out, power, numel, parts, MEASURED, _BLOCK), {})

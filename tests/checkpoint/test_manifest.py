@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import muonmesh as mm
-from muonmesh.checkpoint import index
-from muonmesh.checkpoint.index import (
+from muonmesh.checkpoint import manifest
+from muonmesh.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
     SETTINGS_FILE,
@@ -100,7 +100,7 @@ class SixValues(TensorProperties):
 def test_torch_reads_metadata_that_a_later_torch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="too many values to unpack"):
         pickle.loads(pickle.dumps(SixValues(torch.float32)))
-    monkeypatch.setattr(index, "TensorProperties", SixValues)
+    monkeypatch.setattr(manifest, "TensorProperties", SixValues)
     write(tmp_path / "saved", {"weight": torch.arange(6.0).view(2, 3)}, {})
     described = dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata["weight"]
     assert isinstance(described, TensorStorageMetadata)

@@ -1,4 +1,4 @@
-"""Fit: determines where each tensor of a checkpoint goes in a model and an optimizer, before any tensor is read.
+"""LoadPlan: determines where each tensor of a checkpoint goes in a model and an optimizer, before any tensor is read.
 
 Settings of param groups are saved as JSON, and found again by the names of the parameters.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.checkpoint.form import TEXT, Kind, check_form, only
-from muonmesh.checkpoint.index import REMEDY, SavedTensor
+from muonmesh.checkpoint.form import TEXT, ValueKind, check_form, only
+from muonmesh.checkpoint.manifest import REMEDY, SavedTensor
 from muonmesh.checkpoint.ranks import first_difference
-from muonmesh.checkpoint.record import MODEL, STATE, Boxes, Record
+from muonmesh.checkpoint.record import MODEL, STATE, Boxes, ParameterRecord
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
 from muonmesh.files import is_whole
@@ -35,7 +35,7 @@ OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name"
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
 
 
-def settings_of(records: Iterable[Record]) -> dict[str, Any]:
+def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
     """Return the settings of the parameters on this rank, as data for JSON.
 
     Returns:
@@ -52,10 +52,10 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     for record in records:
         group = record.group
         if id(group) not in texts:
-            where = f"group {group['name']!r}"
-            settings = {key: _plain(where, key, value) for key, value in group.items() if key not in OWN_KEYS}
-            said = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
-            texts[id(group)] = json.dumps(said, sort_keys=True)
+            subject = f"group {group['name']!r}"
+            settings = {key: _plain(subject, key, value) for key, value in group.items() if key not in OWN_KEYS}
+            group_data = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
+            texts[id(group)] = json.dumps(group_data, sort_keys=True)
         matrices = _plain(record.name, "matrices", record.parameter.spec)
         parameters[record.name] = {"group": texts[id(group)], "matrices": matrices}
         if record.parameter.is_matrix and record.created:
@@ -63,11 +63,11 @@ def settings_of(records: Iterable[Record]) -> dict[str, Any]:
     return {"parameters": parameters, "products": sorted(products)}
 
 
-def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(settings_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of all ranks, with each group, parameter and kind of products once.
 
     Args:
-        some: The result of `settings_of` on each rank.
+        settings_by_rank: The result of `settings_of` on each rank.
 
     Returns:
         As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is an index in this list.
@@ -75,28 +75,30 @@ def merged(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         StateError: ranks have different settings for a parameter.
     """
-    if (differs := first_difference(said["parameters"] for said in some)) is not None:
+    if (differs := first_difference(rank_settings["parameters"] for rank_settings in settings_by_rank)) is not None:
         name, before, rank = differs
-        found = f"other settings on rank {rank} than on rank {before}"
-        raise StateError(explain_error(name, found, "the same on all ranks", "Set the groups alike"))
-    parameters = {name: entry for said in some for name, entry in said["parameters"].items()}
+        problem = f"other settings on rank {rank} than on rank {before}"
+        raise StateError(explain_error(name, problem, "the same on all ranks", "Set the groups alike"))
+    parameters = {
+        name: entry for rank_settings in settings_by_rank for name, entry in rank_settings["parameters"].items()
+    }
     numbers: dict[str, int] = {}
     numbered = {
         name: {**entry, "group": numbers.setdefault(entry["group"], len(numbers))} for name, entry in parameters.items()
     }
-    products = sorted({kind for said in some for kind in said["products"]})
+    products = sorted({kind for rank_settings in settings_by_rank for kind in rank_settings["products"]})
     return {"groups": list(map(json.loads, numbers)), "parameters": numbered, "products": products}
 
 
 def _is_plain(value: Any, depth: int = 8) -> bool:
     """Return whether a value is a number, a string or nothing, or nested lists of these, not deeper than ``depth``."""
     if isinstance(value, list):
-        return depth > 0 and all(_is_plain(one, depth - 1) for one in value)
+        return depth > 0 and all(_is_plain(entry, depth - 1) for entry in value)
     return value is None or (isinstance(value, bool | int | float | str) and value == value)  # no NaN
 
 
-_PLAIN = Kind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
-_SETTING = Kind("the name of a setting", lambda name: name not in OWN_KEYS)
+_PLAIN = ValueKind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
+_SETTING = ValueKind("the name of a setting", lambda name: name not in OWN_KEYS)
 
 
 def check_saved(path: Path, saved: dict[str, Any]) -> None:
@@ -105,7 +107,7 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     Raises:
         FileError: they have another form.
     """
-    number = Kind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
+    number = ValueKind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
     form = only(
         {
             "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {_SETTING: _PLAIN}})],
@@ -116,16 +118,16 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     check_form(str(path), saved, form, REMEDY, kind=FileError)
 
 
-def fitting_means(records: Iterable[Record], saved: Mapping[str, Any]) -> Any:
+def fitting_means(records: Iterable[ParameterRecord], saved: Mapping[str, Any]) -> Any:
     """Return the saved norm means, if all these parameters have the same; else fresh ones: they were clipped apart."""
     entries = filter(None, (saved["parameters"].get(record.name) for record in records))
     settings = [saved["groups"][number]["settings"] for number in sorted({entry["group"] for entry in entries})]
-    means = [as_tuples(each.get(NORM_MEANS, FRESH_MEANS)) for each in settings]
+    means = [as_tuples(group_settings.get(NORM_MEANS, FRESH_MEANS)) for group_settings in settings]
     return means[0] if means and means.count(means[0]) == len(means) else FRESH_MEANS
 
 
 def fitting_settings(
-    group: Mapping[str, Any], records: Iterable[Record], saved: Mapping[str, Any], means: Any
+    group: Mapping[str, Any], records: Iterable[ParameterRecord], saved: Mapping[str, Any], means: Any
 ) -> dict[str, Any]:
     """Return the saved settings for a group: the settings of its parameters' saved groups, which must be equal.
 
@@ -138,44 +140,46 @@ def fitting_settings(
     Raises:
         StateError: these settings differ, or are out of range.
     """
-    where = f"group {group['name']!r}"
+    subject = f"group {group['name']!r}"
     entries = {record.name: saved["parameters"].get(record.name) for record in records}
-    given = {name: saved["groups"][entry["group"]]["settings"] for name, entry in entries.items() if entry is not None}
-    if not given:
+    settings_by_name = {
+        name: saved["groups"][entry["group"]]["settings"] for name, entry in entries.items() if entry is not None
+    }
+    if not settings_by_name:
         return {}
-    first, settings = next(iter(given.items()))
-    for name, others in given.items():
+    first, settings = next(iter(settings_by_name.items()))
+    for name, others in settings_by_name.items():
         for key in sorted((settings.keys() | others.keys()) - {NORM_MEANS}):
             if settings.get(key) != others.get(key):
-                found = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
+                problem = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
                 write = "Give them groups of their own, as when they were saved"
-                raise StateError(explain_error(where, found, "one value for all parameters of a group", write))
+                raise StateError(explain_error(subject, problem, "one value for all parameters of a group", write))
     settings = {**{key: as_tuples(value) for key, value in settings.items()}, NORM_MEANS: means}
     try:
-        check_group(where, {**group, **settings})
+        check_group(subject, {**group, **settings})
     except (TypeError, ValueError) as error:
         raise StateError(about("the checkpoint", error)) from None
     return settings
 
 
-def _plain(where: str, key: str, value: Any) -> Any:
+def _plain(subject: str, key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
-        return [_plain(where, key, entry) for entry in value]
+        return [_plain(subject, key, entry) for entry in value]
     value = plain(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     needed = "numbers, strings, and lists of them"
     write = "Keep it outside of the group: a checkpoint holds nothing that could execute"
-    raise StateError(explain_error(where, f"{key} = {value!r}", needed, write))
+    raise StateError(explain_error(subject, f"{key} = {value!r}", needed, write))
 
 
 _SHOWN = 8  # the number of faults in one message
 
 
 @dataclass
-class Fit:
+class LoadPlan:
     """The tensors that `load` reads from a checkpoint, and where it then writes each of them.
 
     Attributes:
@@ -183,13 +187,13 @@ class Fit:
         entries: The weights (None) and the parts of the state to write, each with the name of its saved tensor. None
             instead of a name: the part is reset to its value before the first step.
         settings: The groups, each with its new settings.
-        told: A warning for the user; empty if there is none.
+        warning: A warning for the user; empty if there is none.
     """
 
     boxes: dict[str, Boxes] = field(default_factory=dict)
-    entries: list[tuple[Record, StateForm | None, str | None]] = field(default_factory=list)
+    entries: list[tuple[ParameterRecord, StateForm | None, str | None]] = field(default_factory=list)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    told: str = ""
+    warning: str = ""
 
     def check(self) -> None:
         """Check the tensors that were read, and warn if the run will continue with different bits.
@@ -204,11 +208,11 @@ class Fit:
             count = 0.0 if key is None else float(self.boxes[key][()])
             first, expected = counts.setdefault((record.parameter.tensor, part.key), (record.name, count))
             if count != expected:
-                found = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
+                problem = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
                 needed = "one count for all of a flat tensor"
-                raise StateError(explain_error(record.name, found, needed, "Load it into a layout that is not flat"))
-        if self.told and this_rank() == 0:
-            warn(self.told)
+                raise StateError(explain_error(record.name, problem, needed, "Load it into a layout that is not flat"))
+        if self.warning and this_rank() == 0:
+            warn(self.warning)
 
     def write(self) -> None:
         """Write everything that was read."""
@@ -222,20 +226,20 @@ class Fit:
                     group[key] = value
 
 
-def fit(
+def plan_load(
     path: str | os.PathLike[str],
-    held: Mapping[str, SavedTensor],
+    tensors: Mapping[str, SavedTensor],
     saved: Mapping[str, Any],
-    records: Sequence[Record],
+    records: Sequence[ParameterRecord],
     everyone: Collection[str],
     *,
     strict: bool,
-) -> Fit:
+) -> LoadPlan:
     """Return where each tensor of a checkpoint goes.
 
     Args:
         path: The path of the checkpoint, for messages.
-        held: The tensors in the checkpoint, by name.
+        tensors: The tensors in the checkpoint, by name.
         saved: The checkpoint's settings, see `settings_of`.
         records: The parameters of this rank, and the tensors that no optimizer steps.
         everyone: The names of the records of all ranks.
@@ -244,58 +248,69 @@ def fit(
     Raises:
         StateError: the checkpoint does not fit the model and the optimizer.
     """
-    found = Fit()
-    there = {name.removeprefix(f"{MODEL}."): entry for name, entry in held.items() if name.startswith(f"{MODEL}.")}
+    plan = LoadPlan()
+    weights = {name.removeprefix(f"{MODEL}."): entry for name, entry in tensors.items() if name.startswith(f"{MODEL}.")}
     states: dict[str, dict[str, SavedTensor]] = {}
-    for name, entry in held.items():
+    for name, entry in tensors.items():
         if name.startswith(f"{STATE}."):
             owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
             states.setdefault(owner, {})[key] = entry
-    wrong = _names([record.name for record in records], there, states, everyone) if strict else []
+    wrong = _names([record.name for record in records], weights, states, everyone) if strict else []
     for record in records:
-        if record.name in there:
-            wrong += _entry(f"{MODEL}.{record.name}", there[record.name], record.parameter.storage.shape, record.dtype)
-            found.entries.append((record, None, f"{MODEL}.{record.name}"))
+        if record.name in weights:
+            wrong += _entry(
+                f"{MODEL}.{record.name}", weights[record.name], record.parameter.storage.shape, record.dtype
+            )
+            plan.entries.append((record, None, f"{MODEL}.{record.name}"))
             if record.group:
-                wrong += _state(found, record, saved, states, strict=strict)
+                wrong += _state(plan, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         write = f"Load it into the model and the optimizer that it was saved with{other}"
         needed = "what this model and this optimizer hold"
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
-    found.boxes = {name: one.boxes_for(part, held[name].dtype) for one, part, name in found.entries if name is not None}
-    groups: dict[int, list[Record]] = {}
+    plan.boxes = {
+        name: member.boxes_for(part, tensors[name].dtype) for member, part, name in plan.entries if name is not None
+    }
+    groups: dict[int, list[ParameterRecord]] = {}
     for record in records:
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
-    here, there_products = set[str](), saved.get("products")
+    products, there_products = set[str](), saved.get("products")
     means = fitting_means([record for record in records if record.group], saved)
-    for some in groups.values():
-        settings = fitting_settings(some[0].group, some, saved, means)
-        found.settings.append((some[0].group, settings))
-        here |= {replace(one, group=one.group | settings).products for one in some if one.parameter.is_matrix}
-    if there_products and not here <= {*there_products}:
-        told = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
-        needed = f"those of this process, {', '.join(map(repr, sorted(here)))}, for the same bits"
+    for members in groups.values():
+        settings = fitting_settings(members[0].group, members, saved, means)
+        plan.settings.append((members[0].group, settings))
+        products |= {
+            replace(member, group=member.group | settings).products for member in members if member.parameter.is_matrix
+        }
+    if there_products and not products <= {*there_products}:
+        problem = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
+        needed = f"those of this process, {', '.join(map(repr, sorted(products)))}, for the same bits"
         write = "The run goes on with other bits. torch's products and Polar Express are to be had everywhere"
         write = f'{write}: Muon(..., kernels="torch", ns_coefficients="polar_express")'
-        found.told = explain_error(str(path), told, needed, write)
-    return found
+        plan.warning = explain_error(str(path), problem, needed, write)
+    return plan
 
 
 def _names(
-    here: Collection[str], there: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
+    local_names: Collection[str], saved_weights: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
-    spare, lost = [name for name in there if name not in everyone], [name for name in here if name not in there]
-    strays = [name for name in states if name not in there and name not in everyone]
-    said: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or there) for name in lost]
-    said += [(f"{MODEL}.{name}, which nothing here has", name, lost or here) for name in spare]
-    said += [(f"state of {name}, which nothing here has", name, here) for name in strays]
+    spare, lost = (
+        [name for name in saved_weights if name not in everyone],
+        [name for name in local_names if name not in saved_weights],
+    )
+    strays = [name for name in states if name not in saved_weights and name not in everyone]
+    messages: list[tuple[str, str, Iterable[str]]] = [
+        (f"no {MODEL}.{name}", name, spare or saved_weights) for name in lost
+    ]
+    messages += [(f"{MODEL}.{name}, which nothing here has", name, lost or local_names) for name in spare]
+    messages += [(f"state of {name}, which nothing here has", name, local_names) for name in strays]
     # Only for what the message will show: with many names, the search for all could take hours.
-    shown = [told + nearest(name, among) for told, name, among in said[:_SHOWN]]
-    return shown + [told for told, _, _ in said[_SHOWN:]]
+    shown = [message + nearest(name, among) for message, name, among in messages[:_SHOWN]]
+    return shown + [message for message, _, _ in messages[_SHOWN:]]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -306,30 +321,33 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
     """Return messages about saved weights of another shape, or of a precision that loading would round."""
-    held = entry.dtype
+    saved = entry.dtype
     if entry.shape != tuple(shape):
         return [f"{name} of shape {entry.shape}, where {tuple(shape)} is needed"]
-    if torch.promote_types(held, dtype) != dtype:
-        return [f"{name} in {_told(held)}, which {_told(dtype)} would round (keep masters: master_dtype={held})"]
+    if torch.promote_types(saved, dtype) != dtype:
+        return [
+            f"{name} in {_dtype_name(saved)}, which {_dtype_name(dtype)} would round "
+            f"(keep masters: master_dtype={saved})"
+        ]
     return []
 
 
 def _state(
-    found: Fit,
-    record: Record,
+    plan: LoadPlan,
+    record: ParameterRecord,
     saved: Mapping[str, Any],
     states: Mapping[str, Mapping[str, SavedTensor]],
     *,
     strict: bool,
 ) -> list[str]:
-    """Add the state of one parameter to ``found``, and return messages about entries that do not fit.
+    """Add the state of one parameter to ``plan``, and return messages about entries that do not fit.
 
     Raises:
         StateError: the saved state belongs to another rule, or to other matrices.
     """
-    held, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
-    if entry is None or not held:  # no step had created state
-        found.entries += [(record, part, None) for part in record.parts]
+    saved_states, entry = states.get(record.name, {}), saved["parameters"].get(record.name)
+    if entry is None or not saved_states:  # no step had created state
+        plan.entries += [(record, part, None) for part in record.parts]
         return [f"no state of {record.name}, which nobody trained"] if entry is None and strict else []
     algorithm = saved["groups"][entry["group"]]["algorithm"]
     if algorithm != record.parameter.algorithm:
@@ -341,31 +359,36 @@ def _state(
     for part in record.parts:
         name = f"{STATE}.{record.name}.{part.key}"
         if other and part.layout.side not in ("element", "parameter"):
-            now, then = record.parameter.spec or "whole", as_tuples(entry["matrices"]) or "whole"
-            had, needed = f"{part.key} of matrices {then!r}", f"that of {now!r}: it has a number for each of their "
+            spec, saved_spec = record.parameter.spec or "whole", as_tuples(entry["matrices"]) or "whole"
+            had, needed = (
+                f"{part.key} of matrices {saved_spec!r}",
+                f"that of {spec!r}: it has a number for each of their ",
+            )
             needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
-        elif part.key not in held:
-            found.entries.append((record, part, None))
+        elif part.key not in saved_states:
+            plan.entries.append((record, part, None))
             wrong += [f"no {name}"] if strict else []
-        elif held[part.key].shape != part.layout.storage.shape:
-            wrong.append(f"{name} of shape {held[part.key].shape}, where {part.layout.storage.shape} is needed")
+        elif saved_states[part.key].shape != part.layout.storage.shape:
+            wrong.append(f"{name} of shape {saved_states[part.key].shape}, where {part.layout.storage.shape} is needed")
         else:
-            found.entries.append((record, part, name))
-    strangers = sorted(held.keys() - {part.key for part in record.parts})
+            plan.entries.append((record, part, name))
+    strangers = sorted(saved_states.keys() - {part.key for part in record.parts})
     return wrong + [f"{STATE}.{record.name}.{key}, which this optimizer does not read" for key in strangers if strict]
 
 
-def _splits_otherwise(record: Record, saved: Any) -> bool:
+def _splits_otherwise(record: ParameterRecord, saved: Any) -> bool:
     """Return whether a parameter was saved as other matrices than here; several specs can mean the same matrices."""
     if not record.parameter.is_matrix:
         return False
-    shape, then = record.parameter.storage.shape, as_tuples(saved)
+    shape, saved_spec = record.parameter.storage.shape, as_tuples(saved)
     try:
-        return split_matrices(record.name, shape, then) != split_matrices(record.name, shape, record.parameter.spec)
+        return split_matrices(record.name, shape, saved_spec) != split_matrices(
+            record.name, shape, record.parameter.spec
+        )
     except ValueError:  # another shape; another message reports it
         return True
 
 
-def _told(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Ends: guesses the input and output layers of a model by what it names, by names of layers and by their order."""
+"""Input and output layers of a model, guessed by what it names, by names of layers and by their order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
-from muonmesh.groups.sites import Kind, class_names, class_of, global_shape, unwrapped
+from muonmesh.groups.parameter_sites import Kind, class_names, class_of, global_shape, unwrapped
 
-Ends = Mapping[int, tuple[Kind, str]]
+InputOutputLayers = Mapping[int, tuple[Kind, str]]
 
 _HEAD = re.compile(
     r"(?:.*?\.)?(((lm|out|output|cls|bbox|box|mask|value|policy)_)?head|classifier|score|unembed(ding)?"
@@ -24,14 +24,14 @@ _IN_BLOCK = re.compile(r"(^|\.)\d+\.\D|\D\.\d+\.")
 """Paths of layers in a block: below an entry of a list. Numbers alone, as in nested `nn.Sequential`, are no block."""
 
 
-def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
+def input_output_layers(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     """Return the likely input and output layers of a model by id, each with the kind of its group and the reason.
 
     Output layers are those that a module names: `get_output_embeddings()` (transformers) and `get_classifier()` (timm).
     If no module names one, they are the layers with the name of an output layer, and the layer that is registered last,
     unless they are in a block. Input layers are convolutions of at most 4 channels that no layer before them makes.
     """
-    found: dict[int, tuple[Kind, str]] = {}
+    layers_found: dict[int, tuple[Kind, str]] = {}
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
             try:
@@ -40,25 +40,25 @@ def ends(model: nn.Module) -> dict[int, tuple[Kind, str]]:
                 continue
             lists = (layer if isinstance(layer, nn.ModuleList) else [layer] for layer in named)
             for layer in (layer for layer in chain(*lists) if isinstance(layer, nn.Module)):
-                found.setdefault(id(_final(layer)), ("head", f"output layer: {method}() of {class_of(module)}"))
-    if not found:
+                layers_found.setdefault(id(_final(layer)), ("head", f"output layer: {method}() of {class_of(module)}"))
+    if not layers_found:
         root = unwrapped(model)
         layers, base = list(_layers(root)), getattr(root, "base_model", None)  # of transformers
         heads = {match[0]: layer for path, layer in layers if layer is not None and (match := _HEAD.match(path))}
         for path, layer in heads.items() if base in (None, root) else ():
-            found[id(layer)] = "head", f"output layer: {path!r}, inside no block"
+            layers_found[id(layer)] = "head", f"output layer: {path!r}, inside no block"
         if layers and base is not root and not may_be_block(model):
             last = layers[-1][1]
             if last is not None and sizes_of(last) is not None:
-                found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
-    made: set[int] = set()
+                layers_found.setdefault(id(last), ("head", "output layer: the model's last layer, inside no block"))
+    widths: set[int] = set()
     for layer in model.modules():
-        if isinstance(layer, _ConvNd) and layer.in_channels <= 4 and layer.in_channels not in made:
+        if isinstance(layer, _ConvNd) and layer.in_channels <= 4 and layer.in_channels not in widths:
             how = f"input layer: convolution of {layer.in_channels} inputs, made by no layer"
             if layer.groups == 1 and not isinstance(layer, _ConvTransposeNd):
-                found.setdefault(id(layer), ("embeddings", how))
-        made |= {size for size in (sizes_of(layer) or ())[:1]}
-    return found
+                layers_found.setdefault(id(layer), ("embeddings", how))
+        widths |= {size for size in (sizes_of(layer) or ())[:1]}
+    return layers_found
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module | None]]:
@@ -86,10 +86,10 @@ def may_be_block(model: nn.Module) -> bool:
     """Whether a model may be a block of a larger one: it makes as many outputs as it reads, and has no blocks."""
     layers = [layer for _, layer in _layers(unwrapped(model))]
     sizes = [(sizes_of(layer), isinstance(layer, _ConvNd)) for layer in layers if layer is not None]
-    known = [(size, convolution) for size, convolution in sizes if size is not None]
-    if not known or None in layers:
+    sized = [(size, convolution) for size, convolution in sizes if size is not None]
+    if not sized or None in layers:
         return False
-    (first, of_first), (last, of_last) = known[0], known[-1]
+    (first, of_first), (last, of_last) = sized[0], sized[-1]
     return of_first == of_last and first[1] == last[0]
 
 
