@@ -34,8 +34,8 @@ from tests.support.folders import forge, read, write
 from tests.support.mutations import Acts
 
 COVERS = (
-    "checkpoint.index.read_manifest",
-    "checkpoint.index.check_cover",
+    "checkpoint.manifest.read_manifest",
+    "checkpoint.manifest.check_cover",
 )
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its size

@@ -23,7 +23,7 @@ import muonmesh as mm
 from tests.support import problem
 from tests.support.meshes import mesh_of
 
-COVERS = ("checkpoint.save_load.recorded",)
+COVERS = ("checkpoint.save_load.checkpointed",)
 
 NAMES = ("few", "qkv", "embedding", "square", "experts", "expert_gate_up", "conv1d", "bias")
 AT = 3  # matrices and AdamW's on either side

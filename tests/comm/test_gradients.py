@@ -20,6 +20,7 @@ from tests.support import problem
 
 COVERS = (
     "comm.gradients.ParameterGrad",
+    "integrations.megatron.main_grad.MainGrad",
     "step.replicas.fingerprints",
 )
 

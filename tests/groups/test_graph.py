@@ -26,8 +26,8 @@ from tests.support.reference import split
 from tests.support.workers import Pool
 
 COVERS = (
-    "groups.graph.seen_by",
-    "groups.example.seen_in",
+    "groups.graph.facts_of_graph",
+    "groups.example.facts_of_example",
 )
 
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"

@@ -29,10 +29,10 @@ from tests.support.workers import Pool
 
 COVERS = (
     "groups.fused.known_cut",
-    "groups.fused.expert_cut",
+    "groups.fused.is_turned",
     "groups.roles.role",
     "groups.split.split_params",
-    "groups.sites.sites",
+    "groups.parameter_sites.parameter_sites",
 )
 
 V, H = "adamw.vectors", "adamw.head"

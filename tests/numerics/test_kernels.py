@@ -25,7 +25,7 @@ COVERS = (
     "numerics.kernels.blocked.BLOCKED",
     "numerics.kernels.dense.widened",
     "numerics.kernels.multiple.add_multiple",
-    "numerics.kernels.table.Matmuls",
+    "numerics.kernels.product_table.Matmuls",
     "numerics.square_matrices.symmetric_part",
 )
 

@@ -41,8 +41,8 @@ HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
 COVERS = (
     "numerics.kernels.triton.triton_products",
     "numerics.kernels.fused.fold",
-    "numerics.kernels.lines.measure",
-    "numerics.kernels.memory.download",
+    "numerics.kernels.norms.measure",
+    "numerics.kernels.pinned_copies.download",
     "numerics.kernels.pieces.fold",
     "numerics.kernels.recording.Recording",
     "numerics.kernels.rows.PieceRows",

@@ -24,9 +24,9 @@ from muonmesh.step.parameters import ReadyParameters
 from tests.support import problem
 
 COVERS = (
-    "checkpoint.fitting.Fit",
-    "checkpoint.fitting.check_saved",
-    "checkpoint.record.Record",
+    "checkpoint.load_plan.LoadPlan",
+    "checkpoint.load_plan.plan_load",
+    "checkpoint.record.ParameterRecord",
     "checkpoint.form.check_state_dict",
 )
 

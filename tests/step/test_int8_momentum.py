@@ -15,8 +15,8 @@ from muonmesh.step.int8_momentum import SCALE
 COVERS = (
     "numerics.blockwise.encode",
     "numerics.blockwise.decode",
-    "step.int8_codec.Int8Codec",
-    "step.blocks.Blocks",
+    "step.int8_momentum.Int8Codec",
+    "step.int8_momentum.Blocks",
 )
 
 SHAPES: list[tuple[tuple[int, ...], object]] = [((40, 600), None), ((600, 40), None), ((9, 70, 3, 3), "flatten")]
