@@ -122,6 +122,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
     ) -> None:
         Base.__init__(self, optimizer, config)
         Recorded.__init__(self, optimizer)
+        self.runtime = optimizer._runtime
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
