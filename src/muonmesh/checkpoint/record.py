@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.wrappers import layers_of
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
@@ -287,6 +288,16 @@ class Recorded:
         finally:
             for muon in unconnected:
                 forget(muon._runtime)
+
+
+def recorded_in(optimizer: Any) -> Recorded | None:
+    """Return the optimizer of muonmesh inside wrappers, such as Accelerate's and DeepSpeed's; None if there is none."""
+    for inner in layers_of(optimizer):
+        if isinstance(inner, Recorded):
+            return inner
+        if isinstance(getattr(inner, "_runtime", None), Runtime):
+            return Recorded(inner)
+    return None
 
 
 def _records_of(optimizer: Any, runtime: Runtime) -> Iterator[Record]:

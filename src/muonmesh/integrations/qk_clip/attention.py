@@ -204,11 +204,3 @@ def _flex(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[st
     """
     result = function(*inputs, **kwargs)
     return result, None if result[1] is None else bound_of(result[1])
-
-
-def file_of_transformers(module: nn.Module) -> str | None:
-    """Return the name of the `transformers` file (Python module) that defines a module's class, or None.
-
-    All base classes are searched, since `fully_shard` adds a class of its own in front.
-    """
-    return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)
