@@ -224,6 +224,16 @@ def test_the_table_of_a_steps_traffic_is_written(script: Callable[[str], ModuleT
     assert all(row.messages > 0 for row in rows.values())
 
 
+def test_flat_buffers_leave_nothing_to_save_by_gradients_to_owners(script: Callable[[str], ModuleType]) -> None:
+    """Under ZeRO nearly every matrix lies on one rank; FSDP1 cuts the matrices of each block."""
+    page = (REPOSITORY / "benchmarks/reports/flat-owners.md").read_text()
+    for case, most in (("ZeRO-1 and 2 8", 1.001), ("FSDP1 8", 1.1)):
+        adamw, exchanged, owners = script("step_traffic").flat_rows_of(f"Llama 8B, {case}")
+        assert adamw.bytes <= owners.bytes <= exchanged.bytes <= most * owners.bytes
+        figures = " | ".join(f"{row.bytes / 1e9:.2f}" for row in (adamw, exchanged, owners))
+        assert f"| {case[:-2]}, 8 | {figures} | {100 * (1 - owners.bytes / exchanged.bytes):.1f} % |" in page
+
+
 @pytest.mark.soak
 def test_the_clip_stall_command_writes_its_figures_and_its_picture(
     script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
