@@ -1,13 +1,13 @@
 """The host's time of a step on CUDA, up to the driver, without a GPU: muonmesh beside torch.optim.Muon.
 
-    python benchmarks/host_time.py
-    python benchmarks/host_time.py --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
+    python -m benchmarks.host_time
+    python -m benchmarks.host_time --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
 
 The step runs by what runs on CUDA. Triton's own driver and launcher run over a libcuda that returns at once
-(`tests/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in the memory
-of the CPU and are the case's shapes divided by `Case.shrunk`, with memory limits divided by its square, so that batches
-and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A product of
-torch's is one dispatch of another operation of one element, as little as a product can cost.
+(`tests/support/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in
+the memory of the CPU and are the case's shapes divided by `Case.shrunk`, with memory limits divided by its square, so
+that batches and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A
+product of torch's is one dispatch of another operation of one element, as little as a product can cost.
 
 What is reported is processor time of one thread, the least over the rounds, in turns. The driver's own time for each
 launch (about 2 µs on the host) is left out for both; launches are printed beside.
@@ -60,16 +60,15 @@ def library(folder: Path) -> None:
     """Make the libcuda in a folder."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        raise SystemExit("host_time.py: found no C compiler; needed one for tests/launch_driver.c. Install gcc")
+        raise SystemExit("host_time.py: found no C compiler; needed one for tests/support/launch_driver.c. Install gcc")
     flags = ["-O2", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run([compiler, *flags, str(ROOT / "tests" / "launch_driver.c")], check=True)
+    subprocess.run([compiler, *flags, str(ROOT / "tests/support/launch_driver.c")], check=True)
 
 
 def pretend_device(shrunk: int) -> None:
     """Let the package start Triton's kernels over the libcuda, for tensors of the CPU."""
-    sys.path.insert(0, str(ROOT))
     import torch
-    from tests import launches
+    from tests.support import launches
     from triton.runtime.driver import driver
 
     from muonmesh.numerics import iteration, kernels, newton_schulz
@@ -213,7 +212,7 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     places |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     path = {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(folder / "cache")}
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", name],
+        [sys.executable, "-m", "benchmarks.host_time", "--serve", name],
         env={**os.environ, **places, **path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -245,8 +244,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    from contenders import Entries
-    from report import print_rows, write_json
+    from benchmarks.contenders import Entries
+    from benchmarks.report import print_rows, write_json
 
     with tempfile.TemporaryDirectory() as folder:
         library(Path(folder))

@@ -9,10 +9,10 @@ from megatron.core.optimizer.qk_clip import clip_qk
 from torch import Tensor
 
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from tests.in_copies import work_in_copies
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import LATENT, ONE_LAYER
+from tests.support.in_copies import work_in_copies
 
 CLIP = (("qk_clip", True), ("qk_clip_threshold", 100.0))
 LOGITS = (150.0, 99.0, 310.0, 7.0)

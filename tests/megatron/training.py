@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from muonmesh.integrations.megatron import get_megatron_optimizer
-from tests.in_copies import work_in_copies
 from tests.megatron import gathered, host
 from tests.megatron.oracle import Oracle
+from tests.support.in_copies import work_in_copies
 
 
 class Trained(NamedTuple):

@@ -13,8 +13,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.fitting import OWN_KEYS
-from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.checkpoint.load_plan import OWN_KEYS
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import this_rank, world_size
@@ -43,7 +43,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer, Recorded):
+class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -139,7 +139,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         if not self.muons:
             return  # the engine is still being made
         watch, guessed = self.watched
-        if watch is not None and watch.seen is not None:
+        if watch is not None and watch.facts is not None:
             error = watch.compare(guessed, (), entire=True)
             if error is not None:
                 raise error
@@ -242,8 +242,8 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
                     found, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
                     raise StateError(explain_error(f"group {identity.get('name')!r}", found, needed, _AS_SAVED))
 
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
+    def checkpoint_records(self) -> list[ParameterRecord]:
+        """Return a `ParameterRecord` of every parameter with its state; see `CheckpointedOptimizer`."""
         self._settle()
         for muon in self.muons:
             self._share(muon)
