@@ -19,17 +19,15 @@ from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settings_of
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
-from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
 from muonmesh.comm.telling import agreed, tell_all
-from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
-from muonmesh.step.runtime import Runtime
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -151,11 +149,8 @@ def checkpointed(optimizer: Any) -> CheckpointedOptimizer:
     Raises:
         TypeError: there is no optimizer of muonmesh in the wrappers.
     """
-    for inner in layers_of(optimizer):
-        if isinstance(inner, CheckpointedOptimizer):
-            return inner
-        if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return CheckpointedOptimizer(inner)
+    if (inner := recorded_in(optimizer)) is not None:
+        return inner
     problem = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
