@@ -215,6 +215,9 @@ class Node:
 Edge = tuple[Node, int]
 """A node of the graph and the number of one of its outputs."""
 
+_Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
+"""Parts of the rows of a weight out × in: the first row, and (size, stride) pairs."""
+
 _Step = tuple[Node, int, tuple[tuple[str, int], ...]]
 """A node that a path has reached, the place among its inputs, and the products on the path."""
 
@@ -231,6 +234,14 @@ class _Use:
     features: int  # dim of the product's result
     reads: Edge | None
     groups: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows the weight out × in has, or one of a stack; 0 if it is not known how it is stored."""
+        shape, stored = global_shape(self.parameter), _stored(self)
+        if stored is None:
+            return 0
+        return shape[-1] if stored == "in×out" else shape[0] if self.node.kind in _LAYERS else shape[-2]
 
 
 @cache
@@ -442,7 +453,8 @@ def facts_of_graph(
         weight.groups = max(use.groups for use, _ in uses)
         weight.stored = _agreed(_stored(use) for use, _ in uses)
         cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
-        weight.cut = _agreed(cuts) if weight.stored and weight.groups < 2 else None
+        if weight.stored and weight.groups < 2 and None not in cuts:
+            weight.cut = _as_matrices(frozenset[Any]().union(*cuts), uses[0][0].rows)
         weight.hidden = weight.hidden or any(hides)
     _unlike_others(facts, {name: global_shape(parameter) for name, parameter in named})
     return dict(facts)
@@ -536,15 +548,18 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
 
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
-    """Return how a weight is stored; None if the operand is not one matrix, or one of a stack, in this order."""
+    """Return how a weight is stored; None if the operand is not one matrix, one of a stack or some of its rows."""
     shape = global_shape(use.parameter)
     if use.form is None or len(shape) < 2:
         return None
     if use.node.kind in _LAYERS:
         return "out×in" if use.out == 0 else None
-    sides: dict[Any, str] = {((shape[-2], shape[-1]),): "rows", ((shape[-1], 1),): "cols"} if len(shape) < 4 else {}
-    out, inner = (sides.get(_one_of_stack(use, dim)) for dim in (use.out, use.inner))
-    return "out×in" if (out, inner) == ("rows", "cols") else "in×out" if (out, inner) == ("cols", "rows") else None
+    ((out, out_stride), *more), inner = _one_of_stack(use, use.out) or ((0, 0),), _one_of_stack(use, use.inner)
+    if more or len(shape) > 3 or (use.form.ranks and out not in shape[-2:]):
+        return None
+    if out_stride == shape[-1] and inner == ((shape[-1], 1),):
+        return "out×in"
+    return "in×out" if out_stride == 1 and inner == ((shape[-2], shape[-1]),) else None
 
 
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
@@ -555,10 +570,10 @@ def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 
-def _cut(use: _Use) -> tuple[Matrices | None, bool]:
-    """Return how the features that a weight makes are cut into parts that stay apart, and whether there may be more.
+def _cut(use: _Use) -> tuple[_Parts | None, bool]:
+    """Return into which rows the features that a weight makes are cut, and whether there may be more parts.
 
-    The first is "whole" if they are not cut, and None if this is unknown.
+    The first is one part if they are not cut, and None if this is unknown.
     """
     shape = use.node.shape()
     features_made = rows = tuple[tuple[int, int], ...]()
@@ -569,12 +584,13 @@ def _cut(use: _Use) -> tuple[Matrices | None, bool]:
     dims = (features if is_readable and i == use.features else ((n, 0),) for i, n in enumerate(shape))
     hides: list[Node] = []
     pieces = _pieces(use.node, 0, Form(0, tuple(dims)), hides)
-    if not is_readable or len(pieces) > _MOST_PARTS:
+    if use.form is None or use.rows == 0 or not is_readable or (hides and len(pieces) == 1):
         return None, bool(hides)
-    if len(pieces) == 1:
-        return None if hides else "whole", bool(hides)
-    places = frozenset((piece.offset, piece.atoms()) for piece in pieces)
-    return _as_matrices(places, prod(size for size, _ in rows)), bool(hides)
+    ((count, stride),) = rows
+    first = use.form.offset // stride % use.rows
+    if len(pieces) > _MOST_PARTS:
+        return frozenset({(first, ((count, 1),))}), bool(hides)
+    return frozenset((first + piece.offset, piece.atoms()) for piece in pieces), bool(hides)
 
 
 def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 0) -> list[Form]:
@@ -589,7 +605,8 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
             inner = None if after is None else _pieces(user, 0, after, hides, deep + 1)
         if inner is None:  # it reads all features
             whole = True
-            if user.is_opaque or user.kind in _VIEWS | _CUTS or deep >= 60 or _picks(user, form):
+            may_cut = user.kind in _VIEWS | _CUTS or _picks(user, form) or _is_cut_again(user)
+            if user.is_opaque or may_cut or deep >= 60:
                 hides.append(user)
         parts |= {(part.offset, part.atoms()): part for part in inner or ()}
     cuts = [user for user, _ in users if user.kind in _CUTS]
@@ -608,6 +625,14 @@ def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | 
             return None
         pieces += [part] if gated else _pieces(cut, number, part, hides, deep + 1)
     return pieces
+
+
+def _is_cut_again(node: Node) -> bool:
+    """Whether a node joins features with others and the result is cut, so that its parts are not seen."""
+    if node.kind != "Cat":
+        return False
+    dim, rank = _dim(node.fn._saved_dim), len(node.shape())
+    return any(user.kind in _CUTS and (_dim(user.fn._saved_dim) - dim) % rank == 0 for user, *_ in node.users)
 
 
 def _picks(node: Node, form: Form) -> bool:
@@ -683,13 +708,17 @@ def _joins(cut: Node, number: int) -> set[_Step]:
 
 
 @cache
-def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out: int) -> Matrices | None:
-    """Return the entry of "matrices" for pieces of ``out`` rows, as offsets and pairs; None if no entry says it."""
+def _as_matrices(pieces: _Parts, out: int) -> Matrices | None:
+    """Return the entry of "matrices" for parts of ``out`` rows; None if no entry says it."""
     owner: dict[int, int] = {}
     for i, (offset, atoms) in enumerate(sorted(pieces)):
         places = product(*(range(0, size * stride, stride) for size, stride in atoms))
-        owner |= {offset + sum(strides): i for strides in places}
+        for strides in places:
+            if owner.setdefault(offset + sum(strides), i) != i:  # one product cuts what another does not
+                return None
     rows = [owner.get(row, -1) for row in range(out)]
+    if len(pieces) == 1:
+        return "whole" if set(rows) == {0} else None
     period = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
     order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:period])), strict=True)
     if order != tuple(range(len(pieces))):
