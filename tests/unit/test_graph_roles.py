@@ -569,6 +569,40 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
     assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
+def test_a_layer_that_reads_tokens_by_one_hot_is_an_input_layer() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.mid(F.relu(self.words(F.one_hot(ids, 9).float())))))
+        return out
+
+    model = Calls(forward, words=nn.Linear(9, 16), mid=nn.Linear(16, 16), out=nn.Linear(16, 9))
+    assert roles(model, IDS) == {"words.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
+
+
+def test_positions_that_are_added_to_inputs_leave_the_next_layer_an_input_layer() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.mid(F.relu(self.first(x + self.where)))))
+        return out
+
+    layers = {"first": nn.Linear(6, 16), "mid": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, where=nn.Parameter(torch.randn(5, 6)), **layers), (torch.randn(2, 5, 6),))
+    assert found == {"where": INPUT, "first.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
+
+
+def test_learned_queries_are_a_table_and_the_layer_that_reads_them_is_hidden() -> None:
+    """As the attention pooling of timm and of Perceivers without a norm before it."""
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x, asks = self.embed(ids), self.asks.expand(len(ids), -1, -1)
+        out: Tensor = self.out(attention(self.q(asks), self.k(x), self.v(x)))
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in "qkv"}
+    asks = nn.Parameter(torch.randn(1, 4, 16))
+    found = roles(Calls(forward, embed=nn.Embedding(9, 16), asks=asks, out=nn.Linear(16, 9), **layers), IDS)
+    hidden = {f"{name}.weight": "whole" for name in "qkv"}
+    assert found == {"asks": INPUT, "embed.weight": INPUT, "out.weight": HEAD} | hidden
+
+
 def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
     """As graph networks do, which gather what their neighbours have."""
 

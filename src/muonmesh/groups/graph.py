@@ -113,6 +113,11 @@ class Form(NamedTuple):
         dims[dim] = ((count // inner, stride * step), *atoms[1:])
         return self._replace(offset=self.offset + start // inner * stride, dims=tuple(dims))
 
+    @property
+    def repeats(self) -> bool:
+        """Whether numbers occur several times."""
+        return any(size > 1 and not stride for dim in self.dims for size, stride in dim)
+
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Return the (size, stride) pairs that tell numbers apart, the largest stride first, merged where they join."""
         every = [*self.ranks, *(atom for dim in self.dims for atom in dim)]
@@ -153,7 +158,8 @@ class Node:
         leaf: The parameter that it stands for.
         uses: The products with a weight, if it is one.
         live: Whether its value comes from an input, a table or a product, and not from parameters alone.
-        learned: Whether weights or tables take part in it.
+        learned: Whether weights, tables or other matrices that are parameters take part in it.
+        weighed: Whether weights or tables take part in it.
         data: Whether inputs take part in it.
         is_input: Whether it is an input itself.
         hidden: Whether something takes part in it that hides what it computes.
@@ -169,6 +175,7 @@ class Node:
     uses: list[_Use] = field(default_factory=list)
     live: bool = False
     learned: bool = False
+    weighed: bool = False
     data: bool = False
     is_input: bool = False
     hidden: bool = False
@@ -300,7 +307,8 @@ def _learn(order: Iterable[Node]) -> None:
         read = [use.reads[0] for use in node.uses if use.reads is not None]
         node.deep = any(source.learned for source in read) or any(source.deep for source in below)
         node.live = bool(node.uses or node.data or table or opaque) or any(source.live for source in below)
-        node.learned = bool(node.uses or table or matrix) or any(source.learned for source in below)
+        node.weighed = bool(node.uses or table) or any(source.weighed for source in below)
+        node.learned = node.weighed or matrix or any(source.learned for source in below)
         node.data = node.data or any(source.data for source in below)
         node.hidden = opaque or any(source.hidden for source in below)
 
@@ -331,6 +339,8 @@ def _uses(node: Node) -> list[_Use]:
     if not edges:
         return []
     weights = [None if layer and i == 0 else _weight(edge) for i, edge in enumerate(edges)]
+    if all(weights):  # one that is expanded over a batch is a learned input
+        weights = [None if weight is None or weight[1] is None or weight[1].repeats else weight for weight in weights]
     if all(weights) or not any(weights):  # a product of two parameters makes a weight, or reads a learned input
         return []
     rank, uses = len(node.shape()), []
@@ -435,9 +445,9 @@ def facts_of_graph(
     for node in order:
         if node.leaf is not None:
             views = _reached([node], lambda node_below: [user for user, *_ in node_below.users if user.kind in _VIEWS])
-            users = [user for view in views for user, *_ in view.users]
-            added = len(global_shape(node.leaf)) > 1 and any(user.kind in _TAKES_ACTIVATIONS for user in users)
-            hidden = any(user.is_opaque for user in users)
+            ways = [(view, user) for view in views for user, *_ in view.users]
+            added = len(global_shape(node.leaf)) > 1 and any(_takes_as_activations(*way) for way in ways)
+            hidden = any(user.is_opaque for _, user in ways)
             facts[names[id(node.leaf)]] = Facts("added" if added else None, hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             facts[names[id(at[0])]].does = "looked up"
@@ -460,6 +470,12 @@ def facts_of_graph(
     return dict(facts)
 
 
+def _takes_as_activations(view: Node, user: Node) -> bool:
+    """Whether a node adds, joins or normalizes a parameter, or multiplies it by a weight."""
+    reads = any(use.reads is not None and use.reads[0] is view for use in user.uses)
+    return reads or user.kind in _TAKES_ACTIVATIONS
+
+
 def _agreed(values: Iterable[Any]) -> Any:
     """Return the only value among some; None if they differ."""
     distinct = list(dict.fromkeys(values))
@@ -471,7 +487,7 @@ def _is_first(use: _Use) -> bool | None:
     reads = use.reads[0] if use.reads is not None else None
     if reads is None:
         return None
-    if reads.learned:
+    if reads.weighed:
         return False
     if reads.hidden or not reads.data or _is_late(use.node):
         return None
