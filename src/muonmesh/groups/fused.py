@@ -1,7 +1,7 @@
 """Fused weights of known modules: which rows belong to which matrix, if no forward has been read or can show it.
 
 A wrong split is a wrong update without an error. So an order is listed only if it was read in the module's forward;
-`tests/unit/test_groups.py` runs these forwards. A module is recognized by its class, not by the parameter's name. The
+`tests/groups/test_split.py` runs these forwards. A module is recognized by its class, not by the parameter's name. The
 sizes that the module states must add up to the parameter's size; otherwise the parameter stays whole.
 """
 

@@ -15,7 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from muonmesh.checkpoint.fitting import OWN_KEYS
+from muonmesh.checkpoint.load_plan import OWN_KEYS
 from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
