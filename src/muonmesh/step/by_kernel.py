@@ -282,17 +282,18 @@ class ByKernel:
                 places.append(kinds.setdefault(kind, len(kinds)))
             known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
             known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
-        rates, decays, scales = list[float](), list[float](), list[float]()
+        numbers: tuple[list[float], list[float]] = [], []
         for group, rows, cols in known["kinds"]:
-            rule = ready.rules[group] if group is not None and self._adding[group] else None
-            rates.append(0.0 if rule is None else float(rule.lr))
-            decays.append(0.0 if rule is None else rule.weight_decay)
-            scales.append(0.0 if rule is None else rule.scale(rows, cols))  # a rule may have a scale of its own
-        if known.get("numbers") != (rates, decays, scales):
-            numbers = (upload(some, dtype=torch.float64, device=ready.device) for some in (rates, decays, scales))
-            lr, decay, scale = numbers
-            known["factors"].copy_(torch.stack([1 - lr * decay, lr * scale])[:, known["places"]])
-            known["numbers"] = rates, decays, scales
+            rule, keep, size = ready.rules[group] if group is not None and self._adding[group] else None, 1.0, 0.0
+            if rule is not None:
+                keep = 1 - float(rule.lr) * rule.weight_decay
+                size = float(rule.lr) * rule.scale(rows, cols)  # a rule may have a scale of its own
+            numbers[0].append(keep)
+            numbers[1].append(size)
+        if known.get("numbers") != numbers:
+            factors = upload(numbers, dtype=torch.float64, device=ready.device)
+            known["factors"].copy_(factors[:, known["places"]])
+            known["numbers"] = numbers
         keep, size = known["factors"]
         return keep, size
 

@@ -32,8 +32,8 @@ from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import KeptAs, Rule, rule_of
-from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
+from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.state_layout import Precision, StateLayout
 

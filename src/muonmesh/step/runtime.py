@@ -22,7 +22,7 @@ from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
-from muonmesh.step.blocks import Blocks
+from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import IdleParameters
