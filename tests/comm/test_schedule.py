@@ -128,7 +128,7 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
     def replay() -> dict[str, Tensor]:
         for back in stages_of(schedule):
             exchanges_of(schedule, back)
-        return {role: views[None] for (role, _), views in vars(threads._mine).get("scratch", {}).items()}
+        return {role: views[None] for (role, _), views in vars(threads._thread_local).get("scratch", {}).items()}
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(replay).result()

@@ -256,7 +256,7 @@ class MuonStep(Work):
             scale=one.kind.scale,
             active=one.mask,
             sums=sums,
-            told=told,
+            matrix_state=told,
             squares=squares,
             rounded=weights.rounded,
         )
