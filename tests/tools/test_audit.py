@@ -17,7 +17,7 @@ import muonmesh as mm
 from muonmesh.layout.matrix import split_matrices
 from muonmesh.tools.auditing.judge import of_matrices, polar
 from muonmesh.tools.auditing.probe import probing_gradient
-from tests.audited import MATRICES, Net, backward, halves, torchs, verdicts
+from tests.support.audited import MATRICES, Net, backward, halves, torchs, verdicts
 
 # ------------------------------------------------------------------ what it compares with
 

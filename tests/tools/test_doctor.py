@@ -27,9 +27,9 @@ from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
-from tests.folders import write
-from tests.mutations import Acts
-from tests.workers import Pool
+from tests.support.folders import write
+from tests.support.mutations import Acts
+from tests.support.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),

@@ -159,8 +159,9 @@ class ParameterRecord:
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
-                copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
-                state["master"] = storage.wrap(copy)
+                *_, form = self.parameter.forms(self.precision, master=True)
+                state["master"] = form.fresh()
+                local_of(state["master"]).copy_(local_of(tensor).detach())
             fill(local_of(state["master"]), storage, boxes)
 
     def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
@@ -168,8 +169,7 @@ class ParameterRecord:
         if boxes is None and state is None:
             return
         if state is None or local_of(state).dtype != part.dtype or tuple(local_of(state).shape) != part.shape:
-            state = part.layout.fresh(part.shape, part.dtype, self.parameter.tensor.device, self.precision)
-            self.states[self.parameter.tensor][part.key] = state
+            state = self.states[self.parameter.tensor][part.key] = part.fresh()
         local, storage = local_of(state), part.layout.storage
         if boxes is None:
             for box in boxes_of(local, storage.layout, storage.shape).values():
@@ -224,7 +224,7 @@ class CheckpointedOptimizer:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
             entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
-            prepare_state(entry, self.runtime.precision)
+            prepare_state(entry)
 
     @plain_modes()
     def checkpoint_records(self) -> list[ParameterRecord]:
@@ -248,8 +248,7 @@ class CheckpointedOptimizer:
             forms = member.forms(runtime.precision, master=True)
             state, group = optimizer.state, optimizer.param_groups[member.group]
             check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-            saved = [form._replace(dtype=form.layout.saved_dtype(runtime.precision)) for form in forms]
-            parts = tuple(form for form in saved if form.key != "master")
+            parts = tuple(form.saved for form in forms if form.key != "master")
             records.append(ParameterRecord(member, state, parts, group, runtime.precision))
         return records
 

@@ -18,7 +18,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.step.blocks import SCALE, Blocks
+from muonmesh.step.int8_momentum import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, check_state
@@ -170,9 +170,8 @@ def restore_state(
             optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
         for _name, parameter, saved in _entries(before, loaded):
             for key, value in saved.items():
-                local, layout = local_of(_tensor(key, value).detach()), forms[parameter][key].layout
-                fresh = layout.fresh(local.shape, layout.saved_dtype(precision), parameter.device, precision)
-                local_of(fresh).copy_(local)
+                fresh = forms[parameter][key].saved.fresh()
+                local_of(fresh).copy_(local_of(_tensor(key, value).detach()))
                 optimizer.state[parameter][key] = fresh
 
     # `inspect` runs as the last hook before torch loads, `mend` as the first hook after it, so that users' hooks see

@@ -241,7 +241,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
         if isinstance(rule, Rule) and rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
-                "it is called more than once in a step. What is kept belongs into apply_with()"
+                "it is called more than once in a step. What is kept belongs into apply()"
             )
         cuts = slice(0, None), slice(0, border), slice(border, None)
         copies = [{key: value[cut].clone() for key, value in inputs.items()} for cut in cuts]
@@ -307,16 +307,14 @@ def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> di
     rule.fold(inputs["gradient"], folded)
     direction = rule.direction(inputs["gradient"], folded).clone()
     results: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
-    sums_needed = rule.count_of_sums()
-    if sums_needed:
+    matrix_sums, sums = dict[str, Tensor](), tuple[Tensor, ...]()
+    if sums_needed := rule.count_of_sums():
         results["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
         sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64, device="cpu") for number in range(sums_needed))
         of_matrices = [key for key, kept_as in rule.keeps().items() if kept_as == "matrix"]
         matrix_sums = {key: torch.full((), 0.75, dtype=torch.float64, device="cpu") for key in of_matrices}
-        rule.apply_with(weights, update, 0.01, {**applied, **matrix_sums}, sums)
-    else:
-        rule.apply(weights, update, 0.01, applied)
-    results["apply_with" if sums_needed else "apply"] = (weights, *applied.values())
+    rule.apply(weights, update, 0.01, {**applied, **matrix_sums}, sums)
+    results["apply"] = (weights, *applied.values())
     return results
 
 

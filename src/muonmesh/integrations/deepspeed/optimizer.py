@@ -144,7 +144,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         if not self.muons:
             return  # the engine is still being made
         watch, guessed = self.watched
-        if watch is not None and watch.seen is not None:
+        if watch is not None and watch.facts is not None:
             error = watch.compare(guessed, (), entire=True)
             if error is not None:
                 raise error

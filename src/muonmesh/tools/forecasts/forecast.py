@@ -35,7 +35,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.companion import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
-from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
+from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
