@@ -166,16 +166,12 @@ class ParameterRecord:
             fill(local_of(state["master"]), storage, boxes)
 
     def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
-        state_tensor = self.state.get(part.key)
-        if boxes is None and state_tensor is None:
+        state = self.state.get(part.key)
+        if boxes is None and state is None:
             return
-        dtype_and_shape = part.dtype, part.shape
-        if (
-            state_tensor is None
-            or (local_of(state_tensor).dtype, tuple(local_of(state_tensor).shape)) != dtype_and_shape
-        ):
-            state_tensor = self.states[self.parameter.tensor][part.key] = part.fresh()
-        local, storage = local_of(state_tensor), part.layout.storage
+        if state is None or local_of(state).dtype != part.dtype or tuple(local_of(state).shape) != part.shape:
+            state = self.states[self.parameter.tensor][part.key] = part.fresh()
+        local, storage = local_of(state), part.layout.storage
         if boxes is None:
             for box in boxes_of(local, storage.layout, storage.shape).values():
                 box.zero_()
@@ -187,10 +183,8 @@ def _written(local: Tensor, storage: Storage) -> LocalBoxes:
     layout = storage.layout
     # On a mesh, all replicas have the same boxes, and `folder.write` writes each box once.
     # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
-    is_written = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
-    return LocalBoxes(
-        storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if is_written else {}
-    )
+    first = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
+    return LocalBoxes(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if first else {})
 
 
 def new_boxes(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:

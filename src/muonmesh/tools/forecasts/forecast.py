@@ -202,10 +202,9 @@ def forecast(
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
     places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
-    chosen_rule = _rule(rule)
+    chosen = _rule(rule)
     parameters = [
-        muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen_rule)
-        for w, p in zip(matrices, places, strict=True)
+        muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen) for w, p in zip(matrices, places, strict=True)
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
@@ -227,7 +226,7 @@ def forecast(
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
     staying_elements = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
-    momentum = _state_elements(chosen_rule, plan, rank) * STATE
+    momentum = _state_elements(chosen, plan, rank) * STATE
     stored_bytes = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
     stored_bytes["AdamW's moments"] = 2 * others * itemsize
     # Gradient, momentum read and written, direction; result, weight read and written.
@@ -336,14 +335,10 @@ def muon_parameter(
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    storage, momentum_storage = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
-    (state_layouts,) = state_layouts_of(
-        rule.keeps(),
-        [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), storage, momentum_storage, spec)],
-    )
-    beside = tuple(
-        state_layout.companion for state_layout in state_layouts.values() if state_layout.companion is not None
-    )
+    meta = torch.empty(0, dtype=torch.float32, device="meta")
+    stored, state_stored = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
+    (layouts,) = state_layouts_of(rule.keeps(), [OptimizedParameter(name, meta, stored, state_stored, spec)])
+    beside = tuple(state.companion for state in layouts.values() if state.companion is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
