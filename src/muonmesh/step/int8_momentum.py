@@ -348,7 +348,7 @@ class Int8Codec(StateCodec):
 
     def _folded(self, one: MatrixStep, piece: Piece) -> Mapping[str, Tensor]:
         """Return the momenta of a piece, decoded and with the gradient folded in."""
-        state = one.momenta(piece)
+        state = one.momenta(piece).tensors
         if one.nonzero is not False:
             parts.fold(one.kind.rule, one.gradient(piece), state, active=one.mask)
         return state

@@ -190,20 +190,21 @@ def _shares_memory(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- matrices of parameters
 
 
-class WeightViews(NamedTuple):
-    """The weights of some elements in one step, and what lies beside them.
+WEIGHTS, ROUNDED = "", "/rounded"
+"""Keys of weights: those to step, which are the master weights if there are any; and those that master weights are then
+rounded to."""
+
+
+class Views(NamedTuple):
+    """Momenta or weights of some elements in one step.
 
     Attributes:
-        values: The weights to step: the master weights if there are any.
-        rounded: The weights that master weights are rounded to; None if there are none.
-        beside: The state that the rule keeps as "weights", by key.
-        write: Writes ``values`` back when they are stepped; None if they are the weights.
+        tensors: Views by key, or what a codec reads.
+        write: Writes a copy of the weights back when it is stepped; None if they are not a copy.
     """
 
-    values: Tensor
-    rounded: Tensor | None
-    beside: dict[str, Tensor]
-    write: Callable[[], None] | None
+    tensors: dict[str, Tensor]
+    write: Callable[[], None] | None = None
 
 
 class Kind(NamedTuple):
@@ -259,25 +260,25 @@ class MatrixStep(NamedTuple):
         assert self.entry.gradient is not None
         return view_in_storage(self.entry.gradient, piece)
 
-    def momenta(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the momenta of a piece by key: views, or what a codec reads."""
+    def momenta(self, piece: Piece) -> Views:
+        """Return the momenta of a piece by key."""
         found = {}
         for key, kept in (self.entry.momenta or {}).items():
             found[key] = view_in_storage(kept, piece) if isinstance(kept, Tensor) else kept.read(self.number, piece)
-        return found
+        return Views(found)
 
-    def weights(self, piece: Piece) -> WeightViews:
-        """Return the weights of a piece."""
+    def weights(self, piece: Piece) -> Views:
+        """Return the weights of a piece by `WEIGHTS`, by `ROUNDED`, and the state that is kept as "weights" by key."""
         entry = self.entry
         weights = view_in_storage(entry.weights, piece)
         beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
         if entry.master is not None:
-            return WeightViews(view_in_storage(entry.master, piece), weights, beside, None)
+            return Views({WEIGHTS: view_in_storage(entry.master, piece), ROUNDED: weights, **beside})
         if self.kind.rounds_to_nearest or weights.dtype != torch.bfloat16:
-            return WeightViews(weights, None, beside, None)
+            return Views({WEIGHTS: weights, **beside})
         exact = weights.float()
         rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
-        return WeightViews(exact, None, beside, partial(rounding.write, exact, weights))
+        return Views({WEIGHTS: exact, **beside}, partial(rounding.write, exact, weights))
 
 
 def rounds_to_nearest(rule: Rule) -> bool:

@@ -32,9 +32,6 @@ from muonmesh.step.runtime import Runtime
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
 
-_PROBE = 256
-"""In pieces of more elements, the first row is checked before all others for being zero; nearly always enough."""
-
 
 def preflight(
     planned: Planned,
@@ -135,7 +132,7 @@ def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[boo
 def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
     """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
 
-    Of large pieces some elements are looked at first, because torch reads all elements before it answers.
+    Some elements of each piece are looked at first, because torch reads all elements before it answers.
 
     Args:
         table: The pieces of all gradients on this rank.
@@ -145,9 +142,9 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
     found = [False] * matrices
     for row in table.rows:
         if not found[row.assignment] and (gradient := gradients[row.parameter]) is not None:
-            view = view_in_storage(gradient, row.piece)
-            large = row.piece.numel > _PROBE
-            found[row.assignment] = bool((view[0] if large else view).any()) or (large and bool(view.any()))
+            first = gradient.as_strided((), (), gradient.storage_offset() + row.piece.storage_start).item()
+            parts = view_in_storage(gradient, row.piece).chunk(16) if first == 0 else ()
+            found[row.assignment] = first != 0 or any(bool(part.any()) for part in parts)
     return found
 
 

@@ -19,7 +19,7 @@ from muonmesh.layout.companion import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
-from muonmesh.step.parameter_steps import MatrixStep
+from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep
 from muonmesh.step.parameters import ReadyParameters
 
 
@@ -125,7 +125,8 @@ class RuleSums(Summands):
         """Yield the summands of a row, of some elements at a time; none if its matrix stays unchanged."""
         one = self.ready.of(row.assignment)
         if one.changes:
-            weights, rounded, state, _ = one.weights(row.piece)
+            state = dict(one.weights(row.piece).tensors)
+            weights, rounded = state.pop(WEIGHTS), state.pop(ROUNDED, None)
             if rounded is not None:
                 parts.follow(weights, rounded)
             yield from parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
