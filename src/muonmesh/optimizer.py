@@ -378,7 +378,7 @@ class Muon(torch.optim.Optimizer):
             replicas = fingerprints(planned, self.state) if look else {}
             wrong = clip.error or error or idle
             watch = None if settings.at_rest else runtime.watch  # such a step may only create state before a forward
-            if wrong is None and watch is not None and watch.seen is not None:
+            if wrong is None and watch is not None and watch.facts is not None:
                 wrong = watch.compare(groups, collected.missing, entire=len(planned.plan.ranks) == world_size())
                 runtime.watch = None if wrong is None else watch
             flags = preflight(

@@ -28,8 +28,8 @@ from muonmesh.tools.forecasts.step_memory import step_memory
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.launches import HostSync
 from tests.device.pretended import pretended_cuda
-from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
-from tests.samples import one_in
+from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
+from tests.support.samples import one_in
 
 MIB = 2**20
 VECTORS = 2**16  # bytes: rates and flags

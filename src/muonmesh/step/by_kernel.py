@@ -15,7 +15,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
-from muonmesh.numerics.kernels.memory import rewrite, upload
+from muonmesh.numerics.kernels.pinned_copies import rewrite, upload
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
@@ -336,7 +336,6 @@ def _folds_as_muon(rule: Any) -> bool:
 
 def _adds(rule: Any) -> bool:
     """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
-    kind = type(rule)
-    if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
+    if not isinstance(rule, Rule) or rule.overrides("apply", "decay", "summands"):
         return False
     return rule.decay_mode == "full" and rounds_to_nearest(rule)

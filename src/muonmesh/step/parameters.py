@@ -383,8 +383,8 @@ class ReadyParameters:
         if (kind := self._kinds.get(place)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
-            facts = rule.scale(matrix.rows, matrix.cols), rule.asks_for_sums(), rounds_to_nearest(rule)
-            whole = rule.balances(), rule.changes_matrices()
+            facts = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands"), rounds_to_nearest(rule)
+            whole = rule.overrides("balance"), rule.overrides("whole")
             kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
             self._kinds[place] = kind
         mask = nonzero if isinstance(nonzero, Tensor) else None

@@ -296,7 +296,7 @@ def _parameter(
     if precision.kernels != "auto":  # other kernels round differently
         settings = f"{settings}, kernels {told_products(precision.kernels, device=device, dtype=precision.compute)}"
     each = tuple(flops[matrix.shape] for matrix in matrices)
-    if rule.changes_matrices():
+    if rule.overrides("balance", "whole") or not rule.orthogonalizes:
         settings = f"{settings}, {group['algorithm']}"
     companions = tuple(
         state_layout.companion for state_layout in member.state_layouts.values() if state_layout.companion is not None
