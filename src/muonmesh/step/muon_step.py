@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from muonmesh.comm.views import Elements
+from muonmesh.comm.views import Elements, view_in_storage
 from muonmesh.comm.work import Local, Work
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import NOWHERE, Row, evenly
@@ -215,14 +215,13 @@ class MuonStep(Work):
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
         elif folds or into is not None:
-            read = MatrixStep.momenta
-            columns = _side_by_side(
-                [
-                    {"": step.gradient(row.piece), **self._views(row, step, read).tensors}
-                    for row, step in zip(rows, steps, strict=True)
-                ]
-            )
-            if columns is None:
+            tensors = list[dict[str, Tensor]]()
+            for row, step in zip(rows, steps, strict=True):
+                gradient = step.entry.gradients[step.entry.number]
+                assert gradient is not None
+                momenta = self._views(row, step, MatrixStep.momenta).tensors
+                tensors.append({"": view_in_storage(gradient, row.piece), **momenta})
+            if (columns := _side_by_side(tensors)) is None:
                 return False
             state, originals = columns
             parts.fold(first.kind.rule, state.pop(""), state, active=first.mask, into=into, folds=folds)
