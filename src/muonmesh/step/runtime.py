@@ -177,8 +177,8 @@ class Runtime:
     def refuse_if_interrupted(self) -> None:
         """Raise a StateError if a step or a load was interrupted while it wrote, and no state was loaded afterwards."""
         if self.interrupted is not None:
-            found = f"{self.interrupted} that was interrupted while it wrote, {_TORN}"
-            raise StateError(explain_error("the optimizer", found, "those of one step", _LOAD))
+            problem = f"{self.interrupted} that was interrupted while it wrote, {_TORN}"
+            raise StateError(explain_error("the optimizer", problem, "those of one step", _LOAD))
 
     def explain_interruption(self, error: Exception) -> None:
         """Add to the error that ends a step which has begun to write what that means, and what to do.
