@@ -37,21 +37,21 @@ class FlagVector:
 
     Attributes:
         matrices: Number of Matrices of the plan.
-        mine: For each parameter, Muon's first and then AdamW's, the places in "shard" of what this rank stores.
+        own_shards: For each parameter, Muon's first and then AdamW's, the places in "shard" of what this rank stores.
         shards: For each shard that replicas hold, the number of its parameter.
         axes: For each parameter with replicas by its number, its mesh axes as places among those of all parameters.
         shared: For each set of ranks that share parameters the numbers of those parameters.
     """
 
     matrices: int
-    mine: tuple[tuple[int, ...], ...]
+    own_shards: tuple[tuple[int, ...], ...]
     shards: tuple[int, ...]
     axes: dict[int, range]
     shared: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(plan: Plan, rank: int) -> FlagVector:
-        """Lay out the flags of a plan; only ``mine`` differs between the ranks of the connected set."""
+        """Lay out the flags of a plan; only ``own_shards`` differs between the ranks of the connected set."""
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
         own_shards, shards, axes, width = list[tuple[int, ...]](), list[int](), dict[int, range](), 0
         shared: dict[tuple[int, ...], list[int]] = {}
@@ -78,7 +78,7 @@ class FlagVector:
             Field("overflow"),
             Field("moves"),
             Field("nonzero", self.matrices),
-            Field("present", len(self.mine)),
+            Field("present", len(self.own_shards)),
             Field("shard", len(self.shards), "equal"),
             Field("placed", PLACED * width, "equal"),
             Field("settings", DIGEST * len(self.shared), "equal"),
@@ -92,7 +92,7 @@ class FlagVector:
             entries: The parameters with their gradients, as the plan numbers them; None: others hold the parameter.
         """
         answers = {name: self.agreement.silence(name) for name in ("present", "shard", "placed")}
-        for number, (shards, entry) in enumerate(zip(self.mine, entries, strict=True)):
+        for number, (shards, entry) in enumerate(zip(self.own_shards, entries, strict=True)):
             if entry is None:
                 continue
             present, over = entry.gradient is not None, partial_axes(entry.gradient)

@@ -112,7 +112,7 @@ class Blocks:
         return largest
 
     @cached_property
-    def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
+    def _grids_and_sizes(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
         """The grid of each matrix of which this rank stores a part, and the number of scales of each tensor here."""
         grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
         for tensor, matrices in self.holdings.items():
@@ -131,11 +131,11 @@ class Blocks:
 
     def grid(self, number: int) -> _MatrixBlocks:
         """Return the grid of blocks of a matrix of which this rank stores a part."""
-        return self._here[0][number]
+        return self._grids_and_sizes[0][number]
 
     def size(self, tensor: Tensor) -> int:
         """Return how many scales a tensor has on this rank."""
-        return self._here[1][tensor]
+        return self._grids_and_sizes[1][tensor]
 
     def segments(self, number: int, piece: Piece) -> tuple[LineSegment, ...]:
         """Return the segments of a piece of a matrix."""

@@ -98,7 +98,7 @@ class Offload:
         if self.last is not None:
             self._leaving.append((self.last, list(leaving.values())))
 
-    def turn(self) -> None:
+    def end_bucket(self) -> None:
         """Free the device memory of state that was copied back before the last call; called once for each bucket."""
         for event, _ in self._left_before:
             torch.cuda.current_stream(self._device).wait_event(event)
@@ -106,8 +106,8 @@ class Offload:
 
     def end(self) -> None:
         """Free the device memory of all state that was copied back, in the order of the computing stream."""
-        self.turn()
-        self.turn()
+        self.end_bucket()
+        self.end_bucket()
 
     def portions(self, states: Sequence[Mapping[str, Any]], keys: Collection[str]) -> Iterator[tuple[slice, list[Any]]]:
         """Copy the state of many parameters to the device and back, some parameters at a time.
@@ -126,7 +126,7 @@ class Offload:
         cuts = _cuts([max((host.numel() for host in tensors.values()), default=0) for tensors in hosts], self.elements)
         copies = [self.bring(tensors) for tensors in hosts[cuts[0]]] if cuts else []
         for number, cut in enumerate(cuts):
-            self.turn()
+            self.end_bucket()
             after = [self.bring(tensors) for tensors in hosts[cuts[number + 1]]] if number + 1 < len(cuts) else []
             for copy in copies:
                 self.arrive(copy)
@@ -183,7 +183,7 @@ class DeviceCopies(StateCodec):
         stored_here = [entry for n in entries if (entry := self._entries[n]) is not None]
         missing = {entry.member.tensor: entry for entry in stored_here if entry.member.tensor not in self._copies}
         if missing:
-            self._offload.turn()
+            self._offload.end_bucket()
         for tensor, entry in missing.items():
             shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]

@@ -178,7 +178,7 @@ def said_of_settings(
         precision: The optimizer's dtypes.
         loaded: Whether state has been loaded since the last step.
     """
-    flag_vector, texts = planned.flag_vector, list(map(_said, settings.rules))
+    flag_vector, texts = planned.flag_vector, list(map(_text_of_rule, settings.rules))
     sets = [
         bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if groups else _SILENT
         for groups, static in planned.terms
@@ -205,12 +205,12 @@ def lines(
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is not None:
             rule, dtype = settings.rules[member.group], local_of(member.tensor).dtype
-            text = f"{_said(rule)}, {dtype}, {precision}, state loaded={loaded}"
+            text = f"{_text_of_rule(rule)}, {dtype}, {precision}, state loaded={loaded}"
             text_by_name[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
     return text_by_name
 
 
-def _said(rule: Any) -> str:
+def _text_of_rule(rule: Any) -> str:
     """Return the settings of a rule as text, which is the same on every rank with the same settings."""
     if rule is None:
         return "an error"

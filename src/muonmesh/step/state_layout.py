@@ -227,7 +227,7 @@ def _faults(
             continue
         _, layout, shape, dtype, device, _ = forms[key]
         local = layout.local_of(f"{name}: {key}", value, dtype)
-        description, needed = _told(local.shape, value), _told(shape, layout.storage)
+        description, needed = _described(local.shape, value), _described(shape, layout.storage)
         if tuple(local.shape) != shape:
             kind: Kind = "owned" if layout.at_owner else "shape"
             yield kind, f"{key} {description}", f"{needed}, as this rank stores it"
@@ -258,7 +258,7 @@ def wrong_numbers(name: str, tensor: Tensor) -> str:
     return "a negative number" if never and bool((real_of(tensor) < 0).any()) else ""
 
 
-def _told(local: Iterable[int], whole: object) -> str:
+def _described(local: Iterable[int], whole: object) -> str:
     """Return a description of a tensor: as a DTensor if ``whole`` is one or its Storage, else as a plain tensor."""
     if not isinstance(whole, DTensor) and not (isinstance(whole, Storage) and whole.mesh is not None):
         return f"a plain tensor of shape {tuple(local)}"

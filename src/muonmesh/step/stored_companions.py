@@ -102,11 +102,11 @@ class RuleSums(Summands):
     companions: StoredCompanions
     unsuited: dict[int, Tensor] = field(default_factory=dict)
     # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
-    _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
+    _sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def sums_of(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
         """Return the sums over a matrix, and the state that its rule keeps as one number; empty if it takes none."""
-        return self._found.get(assignment, ((), {}))
+        return self._sums.get(assignment, ((), {}))
 
     def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a row's summands, for each sum of its rule."""
@@ -141,7 +141,7 @@ class RuleSums(Summands):
     def take(self, assignment: int, sums: Tensor, numbers: Tensor) -> None:
         """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
         keys, values = self.ready.plan.told(assignment), sums.unbind()
-        self._found[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
+        self._sums[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
         if (matrix_step := self.ready.find(assignment)) is None:
             return
         rule, companions = matrix_step.kind.rule, self.companions.owned.get(assignment, {})

@@ -41,7 +41,7 @@ class IdleParameters:
     frozen: Collection[str] = ()
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
 
     def error(self, missing: Mapping[str, Tensor], *, any_gradient: bool) -> LayoutError | None:
@@ -84,9 +84,9 @@ class IdleParameters:
             any_gradient: Whether other parameters had a gradient.
         """
         self.counts = {name: self.counts.get(name, 0) + 1 for name in missing}
-        idle = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._told]
+        idle = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._warned]
         if idle:
-            self._told.update(idle)
+            self._warned.update(idle)
             others = "others had one" if any_gradient else "nothing else had one either"
             text = f"{_listed(idle)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
             text += ". Find out who froze or skipped this, or leave it out of the groups"
@@ -102,9 +102,9 @@ class IdleParameters:
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         trainable = [] if model is None else [site for site in parameter_sites(model) if site.parameter.requires_grad]
         names = [site.name for site in trainable if id(site.parameter) not in trained]
-        fresh = [name for name in names if name in self.frozen and name not in self._told]
+        fresh = [name for name in names if name in self.frozen and name not in self._warned]
         if fresh:
-            self._told.update(fresh)
+            self._warned.update(fresh)
             text = f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
             text += "unfrozen since, but this optimizer trains only what it was given. Write optimizer.add_param_group("
             warn(text + '{"params": [...], "param_names": [...], "algorithm": "muon" or "adamw"})')
