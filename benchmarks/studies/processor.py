@@ -97,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     names = [name for name in get_args(mm.KernelName) if name not in ("auto", "triton") and runs_here(name)]
-    lines, variant = products_here().found, library().variant if runs_here("compiled") else ""
+    lines, variant = products_here().result, library().variant if runs_here("compiled") else ""
     print(f"{cpu()}, load {os.getloadavg()[0]:.1f}, {options.threads} threads. Compiled products: {lines}")
     tables, ratios, rows = {}, dict[Shape, dict[str, float]](), []
     for shape in options.shapes:
