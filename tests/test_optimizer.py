@@ -20,6 +20,15 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import problem
 from tests.support.reference import reference_step
 
+COVERS = (
+    "optimizer.Muon",
+    "report.explain.explain",
+    "report.metrics.measure",
+    "step.elementwise_step.step_elementwise",
+    "step.runtime.Runtime",
+    "step.parameter_steps.ParameterStep",
+)
+
 BETAS = (0.9, 0.95)
 
 

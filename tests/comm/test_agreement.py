@@ -23,6 +23,8 @@ from muonmesh.comm.agreement import (
 )
 from muonmesh.comm.wire import Wire
 
+COVERS = ("comm.agreement.Agreement",)
+
 RANKS = 3
 AGREEMENT = Agreement(
     *STANDING,

@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.comm.wire import Swap, Wire
 
+COVERS = (
+    "comm.wire.Wire",
+    "comm.wire.Swap",
+)
+
 RANKS = 4
 
 

@@ -26,6 +26,27 @@ from muonmesh.testing import prove_rule
 from tests.support import reference
 from tests.support.problem import PARAMETERS
 
+COVERS = (
+    "numerics.rules.adamuon.AdaMuonRule",
+    "numerics.rules.adamw.AdamWRule",
+    "numerics.rules.dynmuon.power_at",
+    "numerics.rules.elementwise.ElementwiseRule",
+    "numerics.rules.even.frobenius",
+    "numerics.rules.hyperball.HyperballRule",
+    "numerics.rules.muon.MuonRule",
+    "numerics.rules.muon_plus.MuonPlusRule",
+    "numerics.rules.muoneq.MuonEqRule",
+    "numerics.rules.normuon.NorMuonRule",
+    "numerics.rules.parts.change_whole",
+    "numerics.rules.registry.register_rule",
+    "numerics.rules.rule.Rule",
+    "numerics.rules.scion.ScionRule",
+    "numerics.rules.scion_row_norm.ScionRowNormRule",
+    "numerics.rules.scion_sign.ScionSignRule",
+    "numerics.rules.soap.SoapRule",
+    "step.muon_step.Profiled",
+)
+
 STEPS = 4
 COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
 

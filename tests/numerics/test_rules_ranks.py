@@ -39,6 +39,15 @@ from tests.support import soap as theirs
 from tests.support.meshes import mesh_of
 from tests.support.pages import run as run_page
 
+COVERS = (
+    "comm.companions.CompanionExchange",
+    "comm.matrix_sums.MatrixSums",
+    "tools.testing.prove_rule",
+    "step.stored_companions.StoredCompanions",
+    "step.stored_companions.RuleSums",
+    "layout.companion_plan.CompanionPlan",
+)
+
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
     "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},

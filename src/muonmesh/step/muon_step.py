@@ -7,7 +7,7 @@ together, since a CPU copies them faster than it makes calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -144,19 +144,20 @@ class MuonStep(Work):
         alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
         return alone and kind.orthogonalizer.repeats
 
-    def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
-        """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
+    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
         kind = self.ready.of(matrices[0]).kind
         rule = kind.rule
         if kind.balances:
-            for number, matrix in zip(matrices, batch.unbind(), strict=True):
+            for number, matrix in zip(matrices, _one_by_one(batch), strict=True):
                 self._change(number, "balance", matrix)
         if rule.orthogonalizes:
-            kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction)
+            kind.orthogonalizer.together(batch, out, overwrite=not rule.sees_direction)
         else:
-            out.copy_(batch)
+            for results, directions in zip(out, batch, strict=True):
+                results.copy_(directions)
         if kind.changes:
-            for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
+            for number, direction, matrix in zip(matrices, _one_by_one(batch), _one_by_one(out), strict=True):
                 self._change(number, "whole", matrix, direction=direction if rule.sees_direction else None)
 
     def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
@@ -258,7 +259,7 @@ class MuonStep(Work):
             scale=first.kind.scale,
             active=first.mask,
             sums=sums,
-            told=told,
+            matrix_state=told,
             squares=squares,
         )
         for key, views in originals.items():
@@ -270,6 +271,10 @@ class MuonStep(Work):
             total = torch.stack(squares).sum() / member.storage.copies
             self.ready.squares.setdefault(member.group, []).append(total)  # by any thread
         return True
+
+
+def _one_by_one(batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (matrix for equal in batches for matrix in equal.unbind())
 
 
 class Profiled:
