@@ -33,7 +33,7 @@ from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
-from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
+from muonmesh.settings.reading import StepSettings, keep_rates_apart, read_groups
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
@@ -55,7 +55,7 @@ class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
     planned: Planned
-    settings: SettingsFound
+    settings: StepSettings
     collected: Collected
     flags: Flags
     clip: Clip

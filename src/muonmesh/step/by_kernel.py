@@ -20,7 +20,7 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.step.parameter_steps import ParameterStep, rounds_to_nearest
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.parameters import ReadyParameters
 
 
@@ -338,4 +338,4 @@ def _adds(rule: Any) -> bool:
     """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
     if not isinstance(rule, Rule) or rule.overrides("apply", "decay", "summands"):
         return False
-    return rule.decay_mode == "full" and rounds_to_nearest(rule)
+    return rule.decay_mode == "full" and rule.stochastic_rounding is None

@@ -28,7 +28,7 @@ from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
-from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
+from muonmesh.settings.reading import StepSettings, plan_terms, read_groups
 from muonmesh.step.members import (
     OptimizedParameter,
     check_members,
@@ -232,7 +232,7 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
     return [group for group in candidates if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
+def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> Planned | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -281,13 +281,9 @@ def _read(
         if runtime.connected is not None:
             return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
+    copies, shard_state = copies or {}, runtime.requested.shard_state
     members, sets, error = members_of(
-        groups,
-        runtime.holders,
-        runtime.layouts,
-        runtime.source,
-        copies or {},
-        shard_state=runtime.requested.shard_state,
+        groups, runtime.holders, runtime.layouts, runtime.source, copies, shard_state=shard_state
     )
     if error is not None:
         return None, sets, error

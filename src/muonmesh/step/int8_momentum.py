@@ -335,11 +335,8 @@ class Int8Codec(StateCodec):
         for number in dict.fromkeys(row.assignment for row in table.rows):
             step = self._of(number)
             momenta: Mapping[str, Momentum] = {} if step is None else step.entry.momenta or {}
-            if (
-                step is None
-                or not momenta
-                or (step.nonzero is False and all(codes.loaded is None for codes in momenta.values()))
-            ):
+            loaded = [codes for codes in momenta.values() if codes.loaded is not None]
+            if step is None or not (loaded or (momenta and step.nonzero is not False)):
                 continue  # no gradient is folded in, and no loaded momentum is encoded
             # Read all pieces before any is written: pieces may share a block, whose old scale a write replaces.
             for piece, values in [(piece, self._folded(step, piece)) for piece in self._pieces(step)]:

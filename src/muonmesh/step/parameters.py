@@ -24,7 +24,7 @@ from muonmesh.comm.wire import Wire
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.numerics.rules import Rule
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import (
@@ -34,7 +34,6 @@ from muonmesh.step.parameter_steps import (
     StateCodec,
     check_parameter,
     prepare_state,
-    rounds_to_nearest,
 )
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Runtime
@@ -152,7 +151,7 @@ class Collected(NamedTuple):
         return any(gradient is not None for gradient in self.gradients)
 
 
-def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scale: Tensor | None) -> Collected | None:
+def steady(optimizer: Optimizer, runtime: Runtime, settings: StepSettings, scale: Tensor | None) -> Collected | None:
     """Return the parameters of the last step with the gradients of this step, if nothing else has changed.
 
     Compared are: what a plan depends on in the groups, which `read_groups` has just compared with their current values;
@@ -383,11 +382,7 @@ class ReadyParameters:
         if (kind := self._kinds.get(place)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
-            facts = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands"), rounds_to_nearest(rule)
-            whole = rule.overrides("balance"), rule.overrides("whole")
-            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
+            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], matrix)
             self._kinds[place] = kind
-        mask = nonzero if isinstance(nonzero, Tensor) else None
-        found = MatrixStep(number, matrix, entry, kind, nonzero, mask, nonzero is not False and entry.created)
-        self._known[number] = found
-        return found
+        self._known[number] = MatrixStep(number, matrix, entry, kind, nonzero)
+        return self._known[number]

@@ -105,7 +105,7 @@ class Planned:
     @cached_property
     def flag_vector(self) -> FlagVector:
         """The vector of flags that ranks agree by, with the place of each parameter's flags."""
-        return FlagVector.of(self.plan, self.rank)
+        return FlagVector(self.plan, self.rank)
 
     @property
     def sets(self) -> list[tuple[int, ...]]:

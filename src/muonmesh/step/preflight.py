@@ -20,7 +20,7 @@ from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.numerics.kernels.pinned_copies import upload
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
@@ -36,7 +36,7 @@ Entries = Sequence[ParameterStep | None]
 def preflight(
     planned: Planned,
     collected: Collected,
-    settings: SettingsFound,
+    settings: StepSettings,
     runtime: Runtime,
     replicas: Mapping[int, Fingerprint],
     *,
@@ -212,7 +212,7 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> bool:
+def stand_aside(planned: Planned, settings: StepSettings, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
@@ -233,7 +233,7 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         PlanError: another rank found an error, if the CPU waits.
     """
     exchange, error = planned.exchange, settings.error
-    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
+    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `StepSettings.at_rest`.
     waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
     agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)

@@ -24,7 +24,7 @@ from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.int8_momentum import SCALE
 from muonmesh.step.members import OptimizedParameter
@@ -163,7 +163,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
 
 
 def said_of_settings(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, bytes | Tensor]:
     """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
@@ -198,7 +198,7 @@ def said_of_settings(
 
 
 def lines(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
     """Return the compared settings of each parameter as text, by name. The CPU waits for values on the device."""
     text_by_name = {}
