@@ -431,7 +431,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
     assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.asked.memory_budget_mb == 48.0
+    assert other._runtime.requested.memory_budget_mb == 48.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 

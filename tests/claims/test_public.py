@@ -165,7 +165,7 @@ def test_from_model_hands_every_argument_on() -> None:
     kept = {
         **optimizer.defaults,
         **vars(optimizer._runtime),
-        **optimizer._runtime.asked._asdict(),
+        **optimizer._runtime.requested._asdict(),
         "gradients": optimizer.gradients,
         "compute_dtype": optimizer._runtime.precision.compute,
         "kernels": optimizer._runtime.precision.kernels,

@@ -116,6 +116,7 @@ def test_the_largest_logits_are_noted(family: str, attention: str) -> None:
     with torch.no_grad():
         model(input_ids=torch.zeros_like(TOKENS))  # what is not trained on does not count
     clip.step()
+    assert model.config._attn_implementation == attention  # which models read, for their masks
     torch.testing.assert_close(first(clip), by_hand(model), rtol=1e-4, atol=1e-5)
     assert list(clip.largest) == [f"model.layers.{n}.self_attn" for n in range(2)]
 

@@ -69,7 +69,10 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], float]:
-    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error."""
+    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error.
+
+    Through Gram matrices, others of as many rows are orthogonalized with them.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {"coefficients": "polar_express", "steps": 5, "method": method, "kernels": "triton"}
     orthogonalizer = newton_schulz.Orthogonalizer.of(20, 48, **options, dtype=BF16, device=torch.device("cpu"))
@@ -78,10 +81,13 @@ def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], 
         x = torch.randn(2, 20, 48, dtype=BF16) * 10.0**turn
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         exact = u @ vh
-        alone = orthogonalize(x, dtype=BF16, **options)
+        given = [x] if method == "standard" else [x, torch.randn(3, 20, 30, dtype=BF16), x.mT.contiguous()[:1]]
+        alone = [orthogonalize(matrices, dtype=BF16, **options) for matrices in given]
+        together = [torch.empty_like(matrices) for matrices in given]
         with torch.no_grad():
-            found = orthogonalizer(x.clone(), overwrite=True)
-        same.append(torch.equal(found, alone))
+            orthogonalizer.together([matrices.clone() for matrices in given], together, overwrite=True)
+        same += map(torch.equal, together, alone)
+        found = together[0]
         errors.append(float((found.double() - exact).norm() / exact.norm()))
     return [type(one).__name__ for one in orthogonalizer._recordings.values()], same, max(errors)
 

@@ -109,7 +109,10 @@ def spent(where: str, shapes: Sequence[tuple[int, ...]], budget: float | None) -
         optimizer.step()
         planned = plan(optimizer.param_groups, optimizer._runtime)
         moved = traffic(planned.plan, planned.rank)
-        modelled = step_memory(planned.plan, moved, lambda number: planned.orthogonalizer(number).squares)
+        of = planned.orthogonalizer
+        modelled = step_memory(
+            planned.plan, moved, lambda number: of(number).squares, lambda number, shape: of(number).joins or shape
+        )
         told.append((optimizer.explain(), modelled))
 
     run = dry_run(bag(*shapes), made, world=math.prod(mesh.values()), steps=1, step=step, **ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from muonmesh.comm.companions import CompanionExchange
 from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.passage import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Schedule, Stage
-from muonmesh.comm.views import Elements
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.comm.wire import Transfer, Wire
 from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
@@ -63,7 +64,7 @@ class Exchange:
         dtype: Dtype of the matrices on the wire and in the orthogonalization.
         companion_dtype: Dtype of state by row, column or matrix on the wire.
         device: The device on which matrices are assembled.
-        batching: How many equal matrices are computed together, and in which memory.
+        batching: Which matrices are computed together.
 
     Attributes:
         plan: The plan that this exchange runs.
@@ -147,14 +148,13 @@ class Exchange:
         self._run_costly(tasks)
 
     def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
-        numbers = batch.assignments
-        shape = len(numbers), *batch.shape
-        memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
+        numel = (sum(map(math.prod, batch.shapes)),)
+        memory = [scratch(role, numel, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
         work.repeat(batch, partial(self._run_in_memory, batch, ahead, work), memory)
 
     def _run_in_memory(self, batch: Local, ahead: Sequence[int], work: Work, x: Tensor, out: Tensor) -> None:
         work.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        work.compute(batch.assignments, x, out)
+        work.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes))
         updates = Elements(batch.writes, (out,))
         if batch.summed:
             self._local_sums.take(batch.summed, updates, work.summands)
@@ -194,9 +194,12 @@ class Exchange:
 
     def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
-        self._run_costly([(numbers, partial(work.compute, numbers, x, out)) for x, out, numbers in batches])
-        self.wire.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
-        return tuple(out for _, out, _ in batches)
+        tasks = list[tuple[Sequence[int], Callable[[], None]]]()
+        for x, out, numbers, shapes in batches:
+            tasks.append((numbers, partial(work.compute, numbers, by_shape(x, shapes), by_shape(out, shapes))))
+            self.wire.counts.orthogonalized += len(numbers)
+        self._run_costly(tasks)
+        return tuple(out for _, out, *_ in batches)
 
     def _scatter(self, here: _UnderWay) -> None:
         """Start the next exchange of results, if there is one; free the results after the last copy."""
