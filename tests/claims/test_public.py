@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import muonmesh as mm
 from muonmesh.clip.limits import GradNorms
@@ -24,6 +24,7 @@ from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.settings import FIRST
 from tests.support.reference import reference_step
+from tests.support.tensors import random
 
 COVERS = (
     "numerics.setting.Setting",
@@ -34,10 +35,6 @@ COVERS = (
 ROOT = Path(__file__).parents[2]
 JORDAN = (3.4445, -4.7750, 2.0315)
 MINE = [JORDAN, (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ------------------------------------------------------------------ names

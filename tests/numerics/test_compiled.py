@@ -38,8 +38,7 @@ from tests.support.emulated import RUNS
 
 COVERS = (
     "numerics.kernels.compiled.compiled_products",
-    "numerics.iteration.Iteration.run",
-    "numerics.iteration.CpuIteration",
+    "numerics.iteration.CpuIteration.run",
 )
 
 pytestmark = pytest.mark.usefixtures("products")

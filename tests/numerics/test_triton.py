@@ -31,6 +31,7 @@ from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.support.interpreter import interpreting
 from tests.support.pieces import pieces_of
+from tests.support.tensors import commuting_operands
 
 Interpreter = Callable[..., Any]
 
@@ -168,16 +169,6 @@ def repeated(what: str, waits: bool) -> tuple[bool, float, list[int]]:
     return all(map(torch.equal, found, expected)), float((found[3] - near[3]).abs().max()), [again for _, again in ways]
 
 
-def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
-    torch.manual_seed(rows + cols)
-    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
-    s = torch.randn(batch, rows, rows, dtype=torch.float64)
-    s = (s + s.mT) / rows**0.5 / 2
-    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
-    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
-
-
 def excess(result: Tensor, exact: Tensor, terms: int) -> float:
     """The error beyond one rounding, in roundings of an fp32 sum of that many terms of the largest magnitude."""
     if not result.isfinite().all():
@@ -195,7 +186,7 @@ def upper(x: Tensor) -> Tensor:
 def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
     """The excess of every product; raises where one wrote an operand or is not symmetric."""
     matmuls = triton_products(at_once=3)
-    x, a, b = operands(rows, cols, batch, dtype)
+    x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
     s = torch.linspace(0.7, 1.9, batch)[:, None, None]  # no power of two: multiplying by them has to round
@@ -249,7 +240,7 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
 def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     """Products of matrices that lie in memory in every other way."""
     matmuls = triton_products(at_once=3)
-    x, a, _ = operands(rows, cols, 2, dtype)
+    x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
@@ -275,7 +266,7 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
 
 def around() -> list[bool]:
     """Whether zeros stay zeros, a matrix that is not finite becomes NaN, and the one between them is untouched."""
-    x, _, _ = operands(40, 72, 4, BF16)
+    x, _, _ = commuting_operands(40, 72, 4, BF16)
     alone = orthogonalize(x[1], dtype=BF16, kernels="triton", steps=3)
     x[0], x[2, 3, 4], x[3, 5, 6] = 0, math.nan, -math.inf
     result = orthogonalize(x, dtype=BF16, kernels="triton", steps=3)
@@ -286,7 +277,7 @@ def far_apart() -> float:
     """The excess of a product with strides that need 64 bits; the memory between the rows is never touched."""
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
-    x.copy_(operands(3, 20, 1, torch.bfloat16)[0])
+    x.copy_(commuting_operands(3, 20, 1, torch.bfloat16)[0])
     gram = triton_products(at_once=1).multiply(
         x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
     )
@@ -525,7 +516,7 @@ def nonzeros() -> list[int]:
 
 def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     """The excess of (q + W)(p + Z), with the identity inside, and how far it is from symmetric."""
-    _, z, w = operands(rows, 2 * rows, 2, dtype)
+    _, z, w = commuting_operands(rows, 2 * rows, 2, dtype)
     p, q = 1.75, 0.625
     out = torch.full_like(z, torch.nan)
     triton.multiply(w, z, ((z, q), (w, p)), out, symmetric=symmetric, identity=p * q)
