@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -304,3 +305,25 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
         assert views[0] == views[1]
         for kept, given in zip(exchanges_of(on_cpu, mine), exchanges_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]
+
+
+class One(Batching):
+    """A task for each matrix."""
+
+    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+        return 1
+
+
+def test_the_matrices_of_a_portion_are_freed_before_the_next_portion_has_memory() -> None:
+    layout = MeshLayout.replicated((4, 6), (0, 1))
+    parameters = [Parameter(str(n), layout, layout, split(str(n), (4, 6), None), (1,), "") for n in range(6)]
+    plan = make_plan(parameters, bucket_elements=10**6)
+    schedule = Schedule(plan, 0, plan.ranks, torch.float32, torch.device("meta"), One())
+    (stage,) = schedule.stages
+    assert len(stage.portions) == 3
+    last: weakref.ref[Tensor] | None = None
+    for _, elements, batches in schedule.portions(stage):
+        assert last is None or last() is None
+        last = weakref.ref(batches[0][0])
+        del elements, batches
+        assert last() is None

@@ -180,14 +180,16 @@ class Schedule:
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
         """Yield the portions of a stage with the pieces that are read into its batch, in memory of its own."""
-        batches = list(zip(stage.batches, stage.shapes, strict=True))
         for number, (numbers, table) in enumerate(stage.portions):
-            some = [(*self._pair(len(batch), shape), batch) for batch, shape in batches[number : number + 1]]
-            yield numbers, Elements(table, [x for x, _, _ in some]), some
+            yield numbers, *self._in_memory(table, stage, number)  # this generator keeps none of the memory alive
 
-    def _pair(self, count: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        x, out = (torch.empty(count, *shape, dtype=self._dtype, device=self._device) for _ in range(2))
-        return x, out
+    def _in_memory(self, table: PieceTable, stage: Stage, number: int) -> tuple[Elements, Sequence[Batch]]:
+        """Return the elements of a table, and batch ``number`` of a stage, if there is one, in new memory."""
+        batches = []
+        for batch, shape in [*zip(stage.batches, stage.shapes, strict=True)][number : number + 1]:
+            x, out = (torch.empty(len(batch), *shape, dtype=self._dtype, device=self._device) for _ in range(2))
+            batches.append((x, out, batch))
+        return Elements(table, [x for x, _, _ in batches]), batches
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return the batches of a gathered stage, with buffers for their results."""
