@@ -14,7 +14,7 @@ from torch import Tensor
 from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards, Layout, MeshLayout, split_matrices
 from muonmesh.layout.companion import Side, companion_matrices, companions_in_buffers
-from muonmesh.layout.routes import pieces
+from muonmesh.layout.piece_table import pieces
 from tests import fuzzing
 from tests.fuzzing import COUNT, generated
 from tests.reference import split

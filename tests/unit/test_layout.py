@@ -21,8 +21,8 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
+from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.region import Region
-from muonmesh.layout.routes import Leg, pieces
 from tests.boxes import canonical, layouts, local_by_torch, planned
 from tests.reference import split
 
@@ -55,12 +55,12 @@ def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     return (rows, cols), spec
 
 
-def at_storage(storage: Tensor, leg: Leg) -> Tensor:
+def at_storage(storage: Tensor, leg: Row) -> Tensor:
     piece = leg.piece
     return storage.view(-1).as_strided(piece.shape, piece.storage_strides, piece.storage_start)
 
 
-def at_matrix(matrix: Tensor, leg: Leg) -> Tensor:
+def at_matrix(matrix: Tensor, leg: Row) -> Tensor:
     piece = leg.piece
     return matrix.view(-1).as_strided(piece.shape, piece.matrix_strides, piece.matrix_start)
 

@@ -18,7 +18,7 @@ from muonmesh.comm.wire import Wire
 from muonmesh.comm.work import CompanionState
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.companion_plan import CompanionPlan
-from muonmesh.layout.piece_table import NOWHERE, Row
+from muonmesh.layout.piece_table import NOWHERE
 
 
 def ways_of(plan: Plan, rank: int, peers: Sequence[int]) -> dict[str, tuple[Passage, bool]]:
@@ -77,7 +77,7 @@ class CompanionExchange:
     def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
         """Move the companions in one direction; ``stored`` reads or writes the pieces that this rank stores."""
         (passage, moves), gathers = self._ways[name], name == "gather"
-        rows = [Row.in_matrix(leg, leg.assignment, 0) for leg in passage.stored.get(self.wire.rank, ())]
+        rows = [row.in_matrix(row.assignment, 0) for row in passage.stored.get(self.wire.rank, ())]
         send, receive = (
             torch.empty(n, dtype=self.dtype, device=self.device) for n in (passage.sends, passage.receives)
         )

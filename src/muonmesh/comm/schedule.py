@@ -26,7 +26,7 @@ from muonmesh.comm.wire import Swap
 from muonmesh.comm.work import Batching, Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import Leg, Routes
+from muonmesh.layout.plan import Routes
 from muonmesh.numerics.kernels.threads import scratch
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...]]
@@ -287,8 +287,8 @@ def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) ->
     found = []
     for batch in _batches(plan, numbers, batching, stays=True):
         places = _places(plan, [batch])
-        ways = ([leg for number in batch for leg in plan.legs(number, rank, gather=way)] for way in (True, False))
-        reads, writes = (PieceTable(tuple(_in_matrices(legs, places))) for legs in ways)
+        ways = ([row for number in batch for row in plan.rows(number, rank, gather=way)] for way in (True, False))
+        reads, writes = (PieceTable(tuple(_in_matrices(rows, places))) for rows in ways)
         shape = plan.assignments[batch[0]].matrix.shape
         found.append(Local(batch, shape, plan.summed(batch), reads, writes))
     return found
@@ -315,13 +315,13 @@ def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[R
     return there, there if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
 
 
-def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:
-    """Return the rows of the legs of some matrices of this rank, from the buffer and the place of each matrix."""
-    return [Row.in_matrix(leg, *places[leg.assignment]) for leg in legs if leg.assignment in places]
+def _in_matrices(rows: Sequence[Row], places: Mapping[int, tuple[int, int]]) -> list[Row]:
+    """Return rows in the matrices of this rank, from the buffer and the place of each matrix."""
+    return [row.in_matrix(*places[row.assignment]) for row in rows if row.assignment in places]
 
 
 def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
     """Return rows for the other pieces whose momentum this rank stores: those that another replica sends."""
     known = {(row.assignment, row.piece) for row in reads}
-    legs = (leg for number in moving for leg in plan.legs(number, rank, gather=True))
-    return [Row.in_matrix(leg, NOWHERE, 0) for leg in legs if (leg.assignment, leg.piece) not in known]
+    rows = (row for number in moving for row in plan.rows(number, rank, gather=True))
+    return [row.in_matrix(NOWHERE, 0) for row in rows if (row.assignment, row.piece) not in known]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from muonmesh.layout.flat import FlatShards, Layout
 from muonmesh.layout.layout import MeshLayout, Replicate
 from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.piece_table import pieces
 from muonmesh.layout.region import Piece, row_major
-from muonmesh.layout.routes import pieces
 
 BLOCK = 256
 """Elements of a block; the last block of a line may be shorter."""

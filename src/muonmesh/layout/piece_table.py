@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from muonmesh.layout.region import Piece, row_major
-from muonmesh.layout.routes import Leg
+from muonmesh.layout.flat import Layout
+from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.region import Piece, overlap, row_major
 
 NOWHERE = -1
 """The buffer of a row whose elements are in no buffer: what is stored is only read, or folded into."""
+
+
+def pieces(layout: Layout, rank: int, matrix: Matrix) -> tuple[Piece, ...]:
+    """Return the pieces of a matrix that ``rank`` stores, with their places in the storage and in the matrix."""
+    overlaps = (overlap(stored, block) for stored in layout.blocks(rank) for block in matrix.blocks)
+    return tuple(piece for piece in overlaps if piece is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +36,26 @@ class Row:
         buffer: The number of the buffer, or `NOWHERE`.
         start: The place of the first element in the buffer.
         strides: The strides in the buffer.
+        exchange: The number of the exchange in which the elements travel, counted from the bucket's first in this
+            direction.
     """
 
     assignment: int
     parameter: int
     piece: Piece
-    buffer: int
-    start: int
-    strides: tuple[int, ...]
+    buffer: int = NOWHERE
+    start: int = 0
+    strides: tuple[int, ...] = ()
+    exchange: int = 0
 
-    @staticmethod
-    def in_matrix(leg: Leg, buffer: int, start: int) -> Row:
-        """Return the row of a leg whose assembled matrix begins at an element of a buffer."""
-        return Row(
-            leg.assignment, leg.parameter, leg.piece, buffer, start + leg.piece.matrix_start, leg.piece.matrix_strides
-        )
+    def in_matrix(self, buffer: int, start: int) -> Row:
+        """Return this row in a buffer in which its assembled matrix begins at element ``start``."""
+        piece = self.piece
+        return Row(self.assignment, self.parameter, piece, buffer, start + piece.matrix_start, piece.matrix_strides)
 
-    @staticmethod
-    def on_wire(leg: Leg, buffer: int, start: int) -> Row:
-        """Return the row of a leg whose elements follow each other from an element of a buffer on."""
-        return Row(leg.assignment, leg.parameter, leg.piece, buffer, start, row_major(leg.piece.shape))
+    def on_wire(self, buffer: int, start: int) -> Row:
+        """Return this row in a buffer in which its elements follow each other from element ``start`` on."""
+        return Row(self.assignment, self.parameter, self.piece, buffer, start, row_major(self.piece.shape))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
+from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.relay import Relay
-from muonmesh.layout.routes import Leg, Routes, pieces
 
 _AT_ONCE = 1 << 28
 """Largest number of elements of equal matrices that a device orthogonalizes together."""
@@ -37,6 +37,33 @@ class Assignment:
     matrix: Matrix
     owner: int
     flops: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The rows that one rank exchanges for one bucket in one direction, by peer. They are in no buffer yet.
+
+    The way back has Routes of its own, because other ranks take part in it if there are replicas, or if momentum is
+    sharded over replicas. Otherwise it is the reverse of the way to the owners.
+
+    Both ranks list the rows between them in the same order.
+
+    Attributes:
+        stored: The rows whose storage is on this rank, by the rank that has their matrix.
+        assembled: The rows whose matrix is on this rank, by the rank that stores them. On the way back, there may also
+            be rows of another owner's matrix that this rank has received and passes on.
+    """
+
+    stored: Mapping[int, Sequence[Row]]
+    assembled: Mapping[int, Sequence[Row]]
+
+    def only(self, exchange: int) -> Routes:
+        """Return the rows of one exchange."""
+
+        def of(rows_by_peer: Mapping[int, Sequence[Row]]) -> dict[int, list[Row]]:
+            return {peer: [row for row in rows if row.exchange == exchange] for peer, rows in rows_by_peer.items()}
+
+        return Routes(of(self.stored), of(self.assembled))
 
 
 @dataclass(frozen=True)
@@ -65,13 +92,13 @@ class Plan:
     budget: Budget = UNLIMITED
 
     def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
-        """Return the legs that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
+        """Return the rows that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
 
         On the way to the owners (``gather``), ranks of the owner's own replica send their pieces. On the way back, the
         result travels to the ranks of every replica (`Relay`).
         """
-        stored: dict[int, list[Leg]] = {}
-        assembled: dict[int, list[Leg]] = {}
+        stored: dict[int, list[Row]] = {}
+        assembled: dict[int, list[Row]] = {}
         at_once = 1 if gather else self.copies_at_once(bucket)
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
@@ -82,12 +109,12 @@ class Plan:
             else:
                 receivers = relay.outgoing(owner, rank, at_once)
             for holder, exchange in receivers:
-                if legs := self.legs(number, holder, gather=gather, exchange=exchange):
-                    assembled.setdefault(holder, []).extend(legs)
-            mine = self.legs(number, rank, gather=gather)
+                if rows := self.rows(number, holder, gather=gather, exchange=exchange):
+                    assembled.setdefault(holder, []).extend(rows)
+            mine = self.rows(number, rank, gather=gather)
             if mine and (not gather or rank in place.replica(owner)):
                 sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
-                stored.setdefault(sender, []).extend(replace(leg, exchange=exchange) for leg in mine)
+                stored.setdefault(sender, []).extend(replace(row, exchange=exchange) for row in mine)
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:
@@ -99,11 +126,11 @@ class Plan:
         some = [self.parameters[number] for number in parameters]
         return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in some)
 
-    def legs(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Leg]:
-        """Return a leg for each piece that a rank stores of a matrix's momentum (``gather``), or of its weights."""
+    def rows(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Row]:
+        """Return a row in no buffer for each piece of a matrix that a rank stores: momentum (``gather``) or weights."""
         assignment = self.assignments[number]
-        some = pieces(self._layout(assignment, gather=gather), rank, assignment.matrix)
-        return [Leg(number, assignment.parameter, piece, exchange) for piece in some]
+        stored = pieces(self._layout(assignment, gather=gather), rank, assignment.matrix)
+        return [Row(number, assignment.parameter, piece, exchange=exchange) for piece in stored]
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner in the bucket needs pieces from another rank."""

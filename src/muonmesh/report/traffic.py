@@ -58,8 +58,8 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     stages, left = stages_of(plan, rank, plan.ranks, Batching())
     passages = [passage for stage in stages for passage in (stage.passage, *stage.back)]
     sent = Counter[int]()
-    for leg in itertools.chain.from_iterable(passage.leaving for passage in passages):
-        sent[leg.parameter] += leg.piece.numel
+    for row in itertools.chain.from_iterable(passage.leaving for passage in passages):
+        sent[row.parameter] += row.piece.numel
     sums = 2 * sum(bool(stage.summed) for stage in stages)  # the largest exponents, and the integers
     return Traffic(
         stages,

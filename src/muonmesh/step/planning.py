@@ -26,7 +26,7 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
 from muonmesh.layout.flat import Interval
-from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
+from muonmesh.layout.piece_table import NOWHERE, PieceTable
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
@@ -146,7 +146,7 @@ class Planned:
         holdings: dict[Tensor, dict[int, Sequence[Piece]]] = {}
         for number, assignment in enumerate(self.plan.assignments):
             if (member := self.muon[assignment.parameter]) is not None:
-                pieces = [leg.piece for leg in self.plan.legs(number, self.rank, gather=True)]
+                pieces = [row.piece for row in self.plan.rows(number, self.rank, gather=True)]
                 holdings.setdefault(member.tensor, {})[number] = pieces
         return Blocks(self.plan, holdings, self.device)
 
@@ -160,8 +160,8 @@ class Planned:
         rows = []
         for number, assignment in enumerate(self.plan.assignments):
             if (place := places.get(assignment.parameter)) is not None:
-                for leg in self.plan.legs(number, self.rank, gather=there):
-                    rows.append(replace(Row.in_matrix(leg, NOWHERE, 0), parameter=place))
+                for row in self.plan.rows(number, self.rank, gather=there):
+                    rows.append(replace(row.in_matrix(NOWHERE, 0), parameter=place))
         return PieceTable(tuple(rows))
 
     @property
