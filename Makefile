@@ -176,11 +176,11 @@ test-gpu: setup
 	$(BIN)/python -m tests.gpu.run
 
 bench: setup
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python -m benchmarks.step $(ARGS)
 
 # Outside `make test`: ratios on a machine that does something else too are no test.
 guard: setup
-	$(BIN)/python benchmarks/guard.py $(ARGS)
+	$(BIN)/python -m benchmarks.guard $(ARGS)
 
 # What would be uploaded, in an environment that has neither torch nor the project. Nothing is uploaded.
 PACKAGE := .venv-package

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.workload import Layout
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from workload import Layout
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1

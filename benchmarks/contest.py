@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from contenders import OURS, Contender
-from judge import judged
-from report import Result
+from benchmarks.contenders import OURS, Contender
+from benchmarks.judge import judged
+from benchmarks.report import Result
+from benchmarks.workload import Layout, Workload
 from torch.optim import Optimizer
-from workload import Layout, Workload
 
 
 def contest(

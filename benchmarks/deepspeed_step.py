@@ -1,8 +1,8 @@
 """Backward and step on DeepSpeed's engine: its own Muon and ours, minus the same engine with plain SGD.
 
-    python benchmarks/deepspeed_step.py --json benchmarks/results/deepspeed_step.json
-    python benchmarks/deepspeed_step.py --stages 2 --layers 1 --rounds 3 --contenders gram   # something quick
-    python benchmarks/deepspeed_step.py --stages 3 --reduce-scatter                          # which its Muon refuses
+    python -m benchmarks.deepspeed_step --json benchmarks/results/deepspeed_step.json
+    python -m benchmarks.deepspeed_step --stages 2 --layers 1 --rounds 3 --contenders gram   # something quick
+    python -m benchmarks.deepspeed_step --stages 3 --reduce-scatter                          # which its Muon refuses
 
 Three GPT-2-small layers by default (--shapes, --layers) on two gloo ranks of one thread. Every contender has an engine
 of its own in the same two processes, with the same config, weights and gradients; they take turns, A B C A B C. At
@@ -26,7 +26,6 @@ import math
 import os
 import pickle
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -38,13 +37,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import MOMENTUM, OURS, WEIGHT_DECAY, Entries
-from report import print_rows, quartiles, write_json
+from benchmarks.contenders import MOMENTUM, OURS, WEIGHT_DECAY, Entries
+from benchmarks.report import print_rows, quartiles, write_json
+from benchmarks.workload import GPT2_SMALL_LAYER, Shape, parse_shapes
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from workload import GPT2_SMALL_LAYER, Shape, parse_shapes
 
 RANKS = 2
 LEARNING_RATE = 0.02
@@ -177,7 +176,6 @@ _STRIDE = 7919  # odd, so that all the offsets are visited
 
 def exact_updates(shapes: Sequence[Shape], coefficients: Sequence[str], steps: int) -> dict[str, list[Tensor]]:
     """What the last of some steps subtracts from each matrix, decay aside, in fp64, by the name of its coefficients."""
-    sys.path.append(str(Path(__file__).parents[1]))  # the oracle is that of the tests
     from tests.reference import muon
 
     from muonmesh.numerics.coefficients import coefficient_schedule

@@ -1,7 +1,7 @@
 """One optimizer step on one GPU, against torch.optim.Muon and AdamW, interleaved, timed with CUDA events.
 
-    python benchmarks/gpu.py --json benchmarks/results/gpu.json
-    python benchmarks/gpu.py --peer dion=../dion --ours fp32:compute_dtype=float32
+    python -m benchmarks.gpu --json benchmarks/results/gpu.json
+    python -m benchmarks.gpu --peer dion=../dion --ours fp32:compute_dtype=float32
 
 The three GPT-2-small layers of benchmarks/step.py, 1,000 small matrices, and layers of Llamas, whose matrices are large
 enough to fill a GPU. The time runs from an idle device to the end of the step's last kernel, so waiting for the host
@@ -20,11 +20,11 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from contenders import Contender, Parameters, add_options, entries
-from contest import contest
-from report import print_rows, print_table, problems_of_ours, record, write_json
+from benchmarks.contenders import Contender, Parameters, add_options, entries
+from benchmarks.contest import contest
+from benchmarks.report import print_rows, print_table, problems_of_ours, record, write_json
+from benchmarks.workload import GPT2_SMALL_LAYER, LLAMA_1B_LAYER, LLAMA_8B_LAYER, Layout, Shape, Workload
 from torch.optim import Optimizer
-from workload import GPT2_SMALL_LAYER, LLAMA_1B_LAYER, LLAMA_8B_LAYER, Layout, Shape, Workload
 
 WORKLOADS: dict[str, tuple[tuple[Shape, ...], int]] = {
     "gpt2-small": (GPT2_SMALL_LAYER, 3),

@@ -1,7 +1,7 @@
 """Whether a step has become slower: the ratios of a recorded run beside those of a fresh one.
 
-    python benchmarks/guard.py                              # against benchmarks/results/guard*.json
-    python benchmarks/guard.py --recorded FILE --rounds 15 --tolerance 0.1
+    python -m benchmarks.guard                              # against benchmarks/results/guard*.json
+    python -m benchmarks.guard --recorded FILE --rounds 15 --tolerance 0.1
 
 A recorded run is what `step.py --json` has written. Its matrices are stepped again in its layouts, by ours and by
 torch.optim.Muon in turns, and the median over the rounds of its time over ours is compared.
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contenders import OURS, Entries
-from report import cpu, print_rows
-from step import Options, measure
-from workload import LAYOUTS, parse_shapes
+from benchmarks.contenders import OURS, Entries
+from benchmarks.report import cpu, print_rows
+from benchmarks.step import Options, measure
+from benchmarks.workload import LAYOUTS, parse_shapes
 
 RECORDED = sorted((Path(__file__).parent / "results").glob("guard*.json"))
 TOLERANCE = 0.25

@@ -1,7 +1,7 @@
 """The host's time of a step on CUDA, up to the driver, without a GPU: muonmesh beside torch.optim.Muon.
 
-    python benchmarks/host_time.py
-    python benchmarks/host_time.py --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
+    python -m benchmarks.host_time
+    python -m benchmarks.host_time --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
 
 The step runs by what runs on CUDA. Triton's own driver and launcher run over a libcuda that returns at once
 (`tests/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in the memory
@@ -67,7 +67,6 @@ def library(folder: Path) -> None:
 
 def pretend_device(shrunk: int) -> None:
     """Let the package start Triton's kernels over the libcuda, for tensors of the CPU."""
-    sys.path.insert(0, str(ROOT))
     import torch
     from tests import launches
     from triton.runtime.driver import driver
@@ -213,7 +212,7 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     places |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     path = {"PYTHONPATH": str(ROOT / "src"), "TRITON_CACHE_DIR": str(folder / "cache")}
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", name],
+        [sys.executable, "-m", "benchmarks.host_time", "--serve", name],
         env={**os.environ, **places, **path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -245,8 +244,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve)
         return
-    from contenders import Entries
-    from report import print_rows, write_json
+    from benchmarks.contenders import Entries
+    from benchmarks.report import print_rows, write_json
 
     with tempfile.TemporaryDirectory() as folder:
         library(Path(folder))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from contenders import LEARNING_RATE, WEIGHT_DECAY, Contender
-from report import Result
+from benchmarks.contenders import LEARNING_RATE, WEIGHT_DECAY, Contender
+from benchmarks.report import Result
+from benchmarks.workload import Workload, full
 from torch.optim import Optimizer
-from workload import Workload, full
 
 WIDEST = 3.0  # of the 95 % over the 5 % quantile; 1.7 for Jordan's coefficients, over 13 for two halves of a square
 

@@ -1,7 +1,7 @@
 """What Triton makes of the kernels for five architectures, none of which has to be there.
 
-    python benchmarks/kernels.py                    # the table; a few minutes
-    python benchmarks/kernels.py --page             # into benchmarks/results/compiled_kernels.md
+    python -m benchmarks.kernels                    # the table; a few minutes
+    python -m benchmarks.kernels --page             # into benchmarks/results/compiled_kernels.md
 
 Each kernel is compiled by the code that would start it, then read with the tools that come with Triton: registers, what
 does not fit in them and is kept in slower memory, shared memory, instructions for tensor cores and asynchronous copies.

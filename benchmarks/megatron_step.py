@@ -1,8 +1,8 @@
 """One step of Megatron-Core's optimizers and of ours, on a small GPT with tensor and data parallelism.
 
     make .venv-megatron/.ready                                              # megatron-core in an environment of its own
-    .venv-megatron/bin/python benchmarks/megatron_step.py --json benchmarks/results/megatron_step.json
-    .venv-megatron/bin/python benchmarks/megatron_step.py --hidden 64 --rounds 3       # something quick
+    .venv-megatron/bin/python -m benchmarks.megatron_step --json benchmarks/results/megatron_step.json
+    .venv-megatron/bin/python -m benchmarks.megatron_step --hidden 64 --rounds 3       # something quick
 
 Four gloo ranks of one thread, TP 2 × DP 2, fp32 weights. Every contender has a model of its own in the same four
 processes, with the same weights and the same gradients (one backward pass of Megatron's schedule, kept and put back
@@ -23,18 +23,15 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.append(str(Path(__file__).parents[1]))  # Megatron on a CPU, and the oracle, are those of the tests
 
 import torch
 import torch.distributed as dist
-from contenders import Entries
-from report import print_rows, quartiles, write_json
+from benchmarks.contenders import Entries
+from benchmarks.report import print_rows, quartiles, write_json
 from tests.workers import Pool
 from torch import Tensor
 

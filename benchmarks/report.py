@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import OURS, TORCH, Entries
+from benchmarks.contenders import OURS, TORCH, Entries
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """One optimizer step against its peers, in the same process layout, interleaved.
 
-    python benchmarks/step.py                                       # ours, torch.optim.Muon, AdamW
-    python benchmarks/step.py --peer dion=../dion --peer keller=../Muon --json step.json
-    python benchmarks/step.py --layouts fsdp2 --rounds 5            # something quick
-    python benchmarks/step.py --ours fp32:compute_dtype=float32     # ours with other settings as well
+    python -m benchmarks.step                                       # ours, torch.optim.Muon, AdamW
+    python -m benchmarks.step --peer dion=../dion --peer keller=../Muon --json step.json
+    python -m benchmarks.step --layouts fsdp2 --rounds 5            # something quick
+    python -m benchmarks.step --ours fp32:compute_dtype=float32     # ours with other settings as well
 
 Three GPT-2-small layers by default (--shapes, --layers). In each layout the contenders take turns, A B C A B C,
 on the same parameters and gradients. The time is that of the slowest rank, from a barrier until `step()` has
@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contenders import Entries, add_options, entries
-from contest import contest
-from report import Result, print_table, problems_of_ours, record, write_json
+from benchmarks.contenders import Entries, add_options, entries
+from benchmarks.contest import contest
+from benchmarks.report import Result, print_table, problems_of_ours, record, write_json
+from benchmarks.workload import GPT2_SMALL_LAYER, LAYOUTS, Layout, Shape, Workload, parse_shapes
 from torch.multiprocessing.spawn import spawn
 from torch.optim import Optimizer
-from workload import GPT2_SMALL_LAYER, LAYOUTS, Layout, Shape, Workload, parse_shapes
 
 PATIENCE = timedelta(minutes=5)  # with ranks that a failing peer has left waiting
 

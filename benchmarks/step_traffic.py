@@ -1,6 +1,6 @@
 """What gradients and a step send under Muon of several packages, on clusters that are not here.
 
-    python benchmarks/step_traffic.py --json benchmarks/results/step_traffic.json
+    python -m benchmarks.step_traffic --json benchmarks/results/step_traffic.json
 
 Figures of muonmesh are those of its planner, for the rank with the most work. Figures of other packages are means over
 the ranks, derived from their sources: `SOURCES` names the lines. Weights, gradients and what travels are bf16, and ring
@@ -16,8 +16,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from contenders import Entries
-from report import print_rows, write_json
+from benchmarks.contenders import Entries
+from benchmarks.report import print_rows, write_json
 
 from muonmesh.layout import MeshLayout, Replicate, split_matrices
 from muonmesh.tools.cli.plan_command import weights_of

@@ -46,7 +46,7 @@ def figures(*parts: str) -> list[str]:
 
 def parts(file: Path, options: Sequence[str]) -> list[Part]:
     """All there is to run, most valuable first; the figures of steps go to ``file``."""
-    benchmark = [sys.executable, "benchmarks/gpu.py", "--json", str(file), *options]
+    benchmark = [sys.executable, "-m", "benchmarks.gpu", "--json", str(file), *options]
     return [
         Part("ranks of NCCL on one GPU", 240, tests("tests/gpu/test_nccl.py")),
         Part("what the device can do", 45, figures("ceilings", "host")),

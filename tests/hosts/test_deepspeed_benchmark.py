@@ -17,7 +17,7 @@ ELEMENTS = 64 * 96 + 96 * 64 + 32 * 32
 
 def measured(file: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """One stage's figures by contender, of three tiny matrices, and what was printed."""
-    command = [sys.executable, "benchmarks/deepspeed_step.py", "--shapes", "64x96,96x64,32x32", "--layers", "1"]
+    command = [sys.executable, "-m", "benchmarks.deepspeed_step", "--shapes", "64x96,96x64,32x32", "--layers", "1"]
     command += ["--rounds", "1", "--warmup", "1", "--json", str(file), *arguments]
     # Compiling DeepSpeed's functions would take longer than everything else.
     env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.orthogonalize import momenta
+from benchmarks.studies.orthogonalize import momenta
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.orthogonalize import momenta
+from benchmarks.studies.orthogonalize import momenta
 from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step

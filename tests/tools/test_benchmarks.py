@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import contenders, guard, judge, step, step_traffic, workload
+from benchmarks.studies import fewer_exchanges, processor, stress
 
 import muonmesh as mm
 from tests.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of benchmarks/, where scripts import each other by their bare names."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if "benchmarks" in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
 
 
 class Pieces(torch.optim.Muon):
@@ -46,18 +34,17 @@ class Pieces(torch.optim.Muon):
         super().__init__(views, lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
 
-def judged(script: Callable[[str], ModuleType], build: Any) -> Any:
+def judged(build: Any) -> Any:
     torch.manual_seed(0)
-    workload = script("workload")
     layout = workload.LAYOUTS["one"]
     matrices = workload.Workload(((96, 192), (96, 96), (192, 96)), 1, layout)
     matrices.refresh_gradients()
-    contender = script("contenders").Contender("something", True, build)
-    return script("judge").judged(contender, build(matrices.parameters, layout), [1.0], matrices)
+    contender = contenders.Contender("something", True, build)
+    return judge.judged(contender, build(matrices.parameters, layout), [1.0], matrices)
 
 
-def test_a_whole_matrix_passes(script: Callable[[str], ModuleType]) -> None:
-    result = judged(script, lambda parameters, layout: Pieces(parameters, 1))
+def test_a_whole_matrix_passes() -> None:
+    result = judged(lambda parameters, layout: Pieces(parameters, 1))
     assert result.problem == ""
     assert list(result.milliseconds) == [1.0]
     low, high = result.singular_values
@@ -65,7 +52,7 @@ def test_a_whole_matrix_passes(script: Callable[[str], ModuleType]) -> None:
 
 
 @pytest.mark.parametrize("name", ["halves", "quarters", "sgd", "adamw", "nothing"])
-def test_what_is_not_orthogonal_gets_no_figures(script: Callable[[str], ModuleType], name: str) -> None:
+def test_what_is_not_orthogonal_gets_no_figures(name: str) -> None:
     build = {
         "halves": lambda parameters, layout: Pieces(parameters, 2),
         "quarters": lambda parameters, layout: Pieces(parameters, 4),
@@ -73,7 +60,7 @@ def test_what_is_not_orthogonal_gets_no_figures(script: Callable[[str], ModuleTy
         "adamw": lambda parameters, layout: torch.optim.AdamW(parameters),
         "nothing": lambda parameters, layout: torch.optim.SGD(parameters, lr=0.0),
     }[name]
-    result = judged(script, build)
+    result = judged(build)
     assert result.problem == "the update is not orthogonal"
     assert list(result.milliseconds) == []
 
@@ -82,7 +69,7 @@ def test_what_is_not_orthogonal_gets_no_figures(script: Callable[[str], ModuleTy
 @pytest.mark.soak
 def test_the_command_measures_every_layout_it_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    command = [sys.executable, "benchmarks/step.py", "--shapes", "64x96,96x64", "--layers", "1"]
+    command = [sys.executable, "-m", "benchmarks.step", "--shapes", "64x96,96x64", "--layers", "1"]
     command += ["--rounds", "2", "--layouts", "one", "ddp2", "fsdp2", "--json", str(file)]
     run = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -113,7 +100,6 @@ def test_the_command_measures_every_layout_it_is_asked_for(tmp_path: Path) -> No
     ],
 )
 def test_wrong_arguments_are_refused(
-    script: Callable[[str], ModuleType],
     arguments: list[str],
     text: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,24 +107,9 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments])
     with pytest.raises(SystemExit) as left:
-        script("step").main()
+        step.main()
     assert left.value.code == 2
     assert text in capsys.readouterr().err
-
-
-def test_clip_stall_shows_who_feels_the_clipping(script: Callable[[str], ModuleType]) -> None:
-    """Four steps are enough for the sizes of updates; losses come apart later."""
-    found = {(row["optimizer"], row["clipping"]): row for row in script("clip_stall").stall("muon", 4)}
-    policies = {clipping for optimizer, clipping in found if optimizer == "muonmesh"}
-    assert policies == {"none", "torch", "all", "adamw_only", "separate"}
-    for (optimizer, clipping), row in found.items():
-        assert (row["adamw"]["least"] < 0.05) == (clipping in ("torch", "all"))
-        if optimizer == "muonmesh":
-            assert row["muon"]["least"] > 0.97
-            assert row["differs, float32"] < 1e-4
-            assert (row["differs, bfloat16"] > 0) == (clipping in ("torch", "all", "separate"))
-        else:
-            assert (row["muon"]["least"] < 0.4) == (clipping != "none")
 
 
 def expected_updates(way: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -162,14 +133,12 @@ def expected_updates(way: str, gradients: list[torch.Tensor]) -> list[torch.Tens
 
 @pytest.mark.parametrize("way", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
 @pytest.mark.parametrize("shape", [(96, 32), (32, 32), (32, 96)])
-def test_late_and_rare_exchanges_are_what_they_are_called(
-    script: Callable[[str], ModuleType], way: str, shape: tuple[int, int]
-) -> None:
+def test_late_and_rare_exchanges_are_what_they_are_called(way: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape) for _ in range(6)]
     weight = torch.nn.Parameter(torch.zeros(shape))
     optimizer = mm.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
-    with script("fewer_exchanges").exchanged(way):
+    with fewer_exchanges.exchanged(way):
         for gradient, expected in zip(gradients, expected_updates(way, gradients), strict=True):
             before, weight.grad = weight.detach().clone(), gradient.clone()
             optimizer.step()
@@ -179,19 +148,19 @@ def test_late_and_rare_exchanges_are_what_they_are_called(
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
-def test_bytes_of_rare_exchanges_are_those_that_leave_a_rank(script: Callable[[str], ModuleType], ranks: int) -> None:
+def test_bytes_of_rare_exchanges_are_those_that_leave_a_rank(ranks: int) -> None:
     """Counted row by row: each rank has as many, and one of those that have rows of a block orthogonalizes it."""
     rows = torch.arange(192) * ranks // 192
     for blocks in (4, 8):
         whole = sum(int((rows != 0).sum()) for _ in range(5))
         rare = int((rows != 0).sum()) + 4 * sum(int((block != block[0]).sum()) for block in rows.chunk(blocks))
-        assert script("fewer_exchanges").share_of_bytes(f"blocks of {blocks}", ranks) == pytest.approx(rare / whole)
+        assert fewer_exchanges.share_of_bytes(f"blocks of {blocks}", ranks) == pytest.approx(rare / whole)
 
 
-def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one(script: Callable[[str], ModuleType]) -> None:
+def test_the_table_of_late_and_rare_exchanges_is_the_recorded_one() -> None:
     recorded = json.loads((REPOSITORY / "benchmarks/results/fewer_exchanges.json").read_text())
     page = (REPOSITORY / "benchmarks/reports/fewer-exchanges.md").read_text()
-    assert [row for row in script("fewer_exchanges").rows(recorded["runs"]) if row not in page] == []
+    assert [row for row in fewer_exchanges.rows(recorded["runs"]) if row not in page] == []
 
 
 def test_the_table_of_dry_runs_is_the_recorded_one() -> None:
@@ -215,9 +184,9 @@ def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
         assert f"| {ours['triton']} | {figures}" in page
 
 
-def test_the_table_of_a_steps_traffic_is_written(script: Callable[[str], ModuleType]) -> None:
+def test_the_table_of_a_steps_traffic_is_written() -> None:
     """Counted by the planner: under DDP our gradients and results are three units, and two straight to owners."""
-    rows = {row.method: row for row in script("step_traffic").rows_of("Llama 8B, DDP 8")}
+    rows = {row.method: row for row in step_traffic.rows_of("Llama 8B, DDP 8")}
     over = {method: row.bytes / rows["AdamW"].bytes for method, row in rows.items()}
     assert over["muonmesh to owners"] == pytest.approx(1, abs=0.02)  # of an all-reduce's two units
     assert over["muonmesh"] == pytest.approx(1.5, abs=0.1)  # embeddings have no results
@@ -225,78 +194,12 @@ def test_the_table_of_a_steps_traffic_is_written(script: Callable[[str], ModuleT
 
 
 @pytest.mark.soak
-def test_the_clip_stall_command_writes_its_figures_and_its_picture(
-    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, picture = tmp_path / "clip_stall.json", tmp_path / "clip_stall.png"
-    options = ["--steps", "8", "--json", str(file), "--picture", str(picture)]
-    monkeypatch.setattr(sys, "argv", ["clip_stall.py", *options])
-    script("clip_stall").main()
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    written = json.loads(file.read_text())
-    assert {place: len(rows) for place, rows in written["stall"].items()} == {"muon": 10, "adamw": 10}
-    assert {place: len(rows) for place, rows in written["spike"].items()} == {"nothing": 12, "muon": 7}
-    for row in written["spike"]["nothing"]:
-        if row["clipping"].endswith("4x"):  # a bad batch in the third step is still in the warm-up
-            continue
-        if "skip_above" in row["clipping"]:
-            assert row["highest"] == row["before"], "the step after the bad batch did not find the same weights"
-        else:
-            assert (row["highest"] > row["before"]) == (row["clipping"] == "none")
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_the_python_of_a_step_is_what_is_no_arithmetic(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    file = tmp_path / "python_time.json"
-    options = ["--cases", "legs", "--rounds", "1", "--against", str(REPOSITORY), "--json", str(file)]
-    command = [sys.executable, "benchmarks/python_time.py", *options]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    figures = json.loads(file.read_text())["tables"]["legs"]
-    for name in ("here", "against"):
-        assert figures[name]["step_us"] > figures[name]["arithmetic_us"] > 0.0
-    assert str(tmp_path) not in file.read_text()
-    assert str(REPOSITORY) not in file.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
-    file = tmp_path / "waterfall.json"
-    options = ["--only", "squares-256", "--kernels", "torch", "--rounds", "1", "--json", str(file)]
-    command = [sys.executable, "benchmarks/waterfall.py", *options]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    figures = json.loads(file.read_text())["tables"]["squares-256"]
-    parts = [figures[name] for name in ("least", "blocks", "below peak", "elementwise", "Python")]
-    assert sum(parts) == pytest.approx(figures["alone"]["ours"])
-    # 40 matrices, 5 steps of three full products: what the profiler counted is what was multiplied.
-    assert figures["least"] + figures["blocks"] == pytest.approx(
-        40 * 5 * 3 * 2 * 256**3 / 1e6 / figures["peak, GFLOP/s"], rel=1e-6
-    )
-
-
-def test_what_is_repeated_for_the_arithmetic_are_the_calls_that_touch_elements(
-    script: Callable[[str], ModuleType],
-) -> None:
-    x = torch.ones(4, 4)
-    with (recorder := script("python_time").Recorder()):
-        x.view(-1)[1:3].t().add_(x.shape[0] + x.numel())
-        torch.mul(x, 2, out=x)
-    assert [func.__name__ for func, _, _ in recorder.calls] == ["add_", "mul"]
-    before = x.clone()
-    recorder.repeat()
-    assert x[0].tolist() == [(before[0, 0] * 2), *((before[0, 1:3] + 20) * 2), before[0, 3] * 2]
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("faster", [1.0, 100.0])
 def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: Path, faster: float) -> None:
     """It records a run, makes ours look that much `faster` in it, and runs again; the machine may be busy."""
     file = tmp_path / "recorded.json"
-    step = ["benchmarks/step.py", "--shapes", "8x16", "--layers", "4", "--layouts", "one", "--json", str(file)]
-    guard = ["benchmarks/guard.py", "--recorded", str(file), "--rounds", "5", "--tolerance", "0.9"]
+    step = ["-m", "benchmarks.step", "--shapes", "8x16", "--layers", "4", "--layouts", "one", "--json", str(file)]
+    guard = ["-m", "benchmarks.guard", "--recorded", str(file), "--rounds", "5", "--tolerance", "0.9"]
     subprocess.run([sys.executable, *step], cwd=REPOSITORY, check=True, timeout=300)
     written = json.loads(file.read_text())
     ours = written["tables"]["one"]["contenders"]["muonmesh"]
@@ -308,9 +211,8 @@ def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: 
 
 
 def test_the_guard_compares_rounds_and_refuses_another_processor(
-    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    guard = script("guard")
     before = {"muonmesh": [1.0, 10.0, 2.0], "torch.optim.Muon": [2.0, 20.0, 5.0], "dion": [3.0, 3.0, 3.0]}
     now = {"muonmesh": [2.0, 1.0, 1.0], "torch.optim.Muon": [3.0, 1.6, 1.0], "muonmesh fp32": [1.0, 1.0, 1.0]}
     (verdict,) = guard.compare("one", before, now)
@@ -319,7 +221,7 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     assert not verdict.is_worse(0.3)
 
     file = tmp_path / "recorded.json"
-    file.write_text(json.dumps({"cpu": "another", "command": "python benchmarks/step.py"}))
+    file.write_text(json.dumps({"cpu": "another", "command": "python -m benchmarks.step"}))
     monkeypatch.setattr(sys, "argv", ["guard.py", "--recorded", str(file)])
     with pytest.raises(SystemExit) as left:
         guard.main()
@@ -331,11 +233,8 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     "shapes",
     [((24, 100),), pytest.param(((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400)), marks=pytest.mark.soak)],
 )
-def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
-    script: Callable[[str], ModuleType], shapes: tuple[tuple[int, int], ...]
-) -> None:
+def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(shapes: tuple[tuple[int, int], ...]) -> None:
     """Soak: a minute."""
-    stress = script("stress")
     found = {name: 0.0 for name in ("polar_express", "simple")}
     for shape in shapes:
         for _, matrix in stress.stress(*shape):
@@ -345,22 +244,18 @@ def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(
     assert 1.0 < found["simple"] < 1.21
 
 
-def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that(script: Callable[[str], ModuleType]) -> None:
+def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that() -> None:
     """From 384 rows on: of fewer it is polar_express."""
-    stress = script("stress")
     for name, matrix in stress.stress(384, 400):
         assert stress.judged("deflated", matrix.bfloat16())["largest"] < 1.095, name
 
 
 @pytest.mark.parametrize("shape", one_in(3, [((384, 800),), ((400, 1700),), ((768, 1600),)]))
-def test_all_steps_on_one_gram_matrix_do_not_either(
-    script: Callable[[str], ModuleType], products: None, shape: tuple[int, int]
-) -> None:
+def test_all_steps_on_one_gram_matrix_do_not_either(products: None, shape: tuple[int, int]) -> None:
     """With half of the first product with R mirrored it was 1.6 on rows that are alike, with bf16 alone it diverged.
 
     Products of bf16 by AVX-512 instructions: 1.41 on Hilbert's 400 × 1700.
     """
-    stress = script("stress")
     for name, matrix in stress.stress(*shape):
         largest = stress.judged("deflated", matrix.bfloat16(), kernels="compiled", method="gram")["largest"]
         assert largest < (1.42 if name == "Hilbert" else 1.19), name
@@ -370,7 +265,8 @@ def test_all_steps_on_one_gram_matrix_do_not_either(
 @pytest.mark.soak
 def test_every_part_of_the_overlap_is_measured(tmp_path: Path) -> None:
     file, spans = tmp_path / "overlap.json", tmp_path / "spans.json"
-    command = [sys.executable, "benchmarks/overlap.py", "--only", "bound", "gradients", "trace", "--ranks", "2"]
+    command = [sys.executable, "-m", "benchmarks.studies.overlap"]
+    command += ["--only", "bound", "gradients", "trace", "--ranks", "2"]
     command += ["--megabits", "0", "--kinds", "ddp", "--blocks", "3", "--rounds", "1", "--vocabulary", "64"]
     command += ["--json", str(file), "--trace", str(spans)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
@@ -387,7 +283,8 @@ def test_every_part_of_the_overlap_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_which_products_are_the_fastest_is_measured_for_this_processor(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/processor.py", "--shapes", "8x9,40x30", "--rounds", "2", "--threads", "1"]
+    command = [sys.executable, "-m", "benchmarks.studies.processor"]
+    command += ["--shapes", "8x9,40x30", "--rounds", "2", "--threads", "1"]
     subprocess.run([*command, "--json", tmp_path / "found.json"], cwd=REPOSITORY, check=True, capture_output=True)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["cpu"]
@@ -399,7 +296,7 @@ def test_which_products_are_the_fastest_is_measured_for_this_processor(tmp_path:
         assert len(found["tables"][shape]["seconds"]["torch.optim.Muon"]) == 2
 
 
-def test_from_which_rows_on_products_are_the_fastest(script: Callable[[str], ModuleType]) -> None:
+def test_from_which_rows_on_products_are_the_fastest() -> None:
     ratios = {
         (16, 16): (1.0, 2.0),
         (90, 40): (3.0, 2.0),
@@ -408,7 +305,7 @@ def test_from_which_rows_on_products_are_the_fastest(script: Callable[[str], Mod
         (70, 70): (0.9, 1.0),
     }
     by_name = {shape: dict(zip(("torch", "amx"), each, strict=True)) for shape, each in ratios.items()}
-    assert script("processor").fastest_from(by_name, ["torch", "amx", "compiled"]) == {
+    assert processor.fastest_from(by_name, ["torch", "amx", "compiled"]) == {
         "torch": None,
         "amx": 64,
         "compiled": None,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import certificate
-from benchmarks.certificate_cells import Layout, cell, of_module
+from benchmarks.studies import certificate
+from benchmarks.studies.certificate_cells import Layout, cell, of_module
 from torch import nn
 
 from tests.workers import Pool

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.crew import Crew
-from benchmarks.decoder import Decoder, Size, Text
-from benchmarks.evidence import Comparison, Lines, build, read, table
-from benchmarks.sweep import BUDGETS, RULES, Budget, Job, around, chosen, final, left, rate_at, record, steps_to
+from benchmarks.studies.crew import Crew
+from benchmarks.studies.decoder import Decoder, Size, Text
+from benchmarks.studies.evidence import Comparison, Lines, build, read, table
+from benchmarks.studies.sweep import BUDGETS, RULES, Budget, Job, around, chosen, final, left, rate_at, record, steps_to
 
 ROOT = Path(__file__).parents[2]
 FULL = BUDGETS["full"]
@@ -189,7 +189,8 @@ def test_text_is_read_once_before_again_and_held_out_windows_are_no_others() -> 
 @pytest.mark.soak
 def test_the_command_is_cut_goes_on_and_reports(tmp_path: Path) -> None:
     file, summary, picture = tmp_path / "lines.jsonl", tmp_path / "summary.json", tmp_path / "evidence.png"
-    command = [sys.executable, "benchmarks/evidence.py", "--sizes", "48x2", "--rules", "muon", "--budget", "try"]
+    command = [sys.executable, "-m", "benchmarks.studies.evidence"]
+    command += ["--sizes", "48x2", "--rules", "muon", "--budget", "try"]
     command += ["--steps", "4", "--seeds", "1", "--cache", str(tmp_path / "corpus")]
 
     def ran(*more: str) -> str:

@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def test_what_is_printed_is_kept_and_nothing_stops_the_rest(tmp_path: Path, caps
 def test_every_part_names_what_there_is() -> None:
     """A misspelt file or figure would cost minutes of a device."""
     for part in parts(Path("figures.json"), []):
-        files = [word for word in part.command if word.startswith(("tests/", "benchmarks/")) and word.endswith(".py")]
+        files = [word for word in part.command if word.startswith("tests/") and word.endswith(".py")]
+        modules = [word for flag, word in pairwise(part.command) if flag == "-m" and word.startswith(("tests", "bench"))]
+        files += [f"{module.replace('.', '/')}.py" for module in modules]
         assert all((REPOSITORY / file).exists() for file in files), part
         if "tests.gpu.first" in part.command:
             assert set(part.command[3:]) <= set(first.PARTS), part

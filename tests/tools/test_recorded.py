@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import evidence
-from benchmarks.sweep import chosen, final
-from benchmarks.vision import rows_of
+from benchmarks.studies import evidence
+from benchmarks.studies.sweep import chosen, final
+from benchmarks.studies.vision import rows_of
 from torch import nn
 
 import muonmesh as mm

@@ -72,7 +72,7 @@ RANKS = (
 )
 HOSTS = ("docs/hosts.md",)  # by tests/hosts/test_page.py, where the hosts are installed
 A_RUN = ("docs/training.md",)  # by tests/integrations/test_train.py, which has a run
-WAYS = ("docs/thirty-ways.md",)  # by benchmarks/ways.py, which runs them where their packages are
+WAYS = ("docs/thirty-ways.md",)  # by benchmarks/studies/ways.py, which runs them where their packages are
 MEGATRON = ("docs/megatron.md",)  # by tests/megatron/test_page.py, where Megatron-Core is installed
 
 
@@ -485,8 +485,8 @@ def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def ways() -> types.ModuleType:
-    """Return benchmarks/ways.py as a module."""
-    spec = importlib.util.spec_from_file_location("ways", ROOT / "benchmarks" / "ways.py")
+    """Return benchmarks/studies/ways.py as a module."""
+    spec = importlib.util.spec_from_file_location("ways", ROOT / "benchmarks" / "studies" / "ways.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -169,7 +169,7 @@ def observed(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], influ
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BloomForCausalLM", "GPT2LMHeadModel", "JetMoeForCausalLM"])
 def test_an_example_shows_what_changed_rows_reach(name: str) -> None:
-    """All classes: `benchmarks/model_roles.py`."""
+    """All classes: `benchmarks/studies/model_roles.py`."""
     model, given, seen, results = observed(name)
     groups = split_params(model, example=given)
     assert list(influence.differences(model, groups, seen, results, lambda: model(**given))) == []

@@ -1,8 +1,7 @@
-"""Plans for thousands of ranks without the machines: balance and cover of the cases of benchmarks/plan.py."""
+"""Plans for thousands of ranks without the machines: balance and cover of the cases of benchmarks/studies/plan.py."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -11,13 +10,12 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmarks.studies import plan as plans
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
@@ -28,20 +26,8 @@ from muonmesh.tools.forecasts.forecast import flops_of
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    """benchmarks/plan.py, where scripts import each other by their bare names."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-        yield importlib.import_module("plan")
-    for name in set(sys.modules) - before:
-        if "benchmarks" in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
-
-
-def planned(bench: ModuleType, case: Any) -> Plan:
-    plan: Plan = make_plan(bench.read(case, case.weights()), bucket_elements=bench.BUCKET_ELEMENTS)
+def planned(case: Any) -> Plan:
+    plan: Plan = make_plan(plans.read(case, case.weights()), bucket_elements=plans.BUCKET_ELEMENTS)
     return plan
 
 
@@ -83,7 +69,7 @@ def too_small(capacity: int, jobs: Counter[int], ranks: int) -> bool:
     return any(partnerless) or any(indivisible)
 
 
-def check_balance(bench: ModuleType, plan: Plan) -> None:
+def check_balance(plan: Plan) -> None:
     """5 % with at least 8 matrices a rank; else, or where one matrix is too large for that, 1 % of the best."""
     enough = len(plan.assignments) >= 8 * len(plan.ranks) and imbalance(plan.loads) <= 1.05
     assert enough or imbalance(plan.loads) <= 1.01 * least_imbalance(plan)
@@ -121,35 +107,35 @@ def check_routes(plan: Plan, rank: int) -> None:
     assert scattered == {number: copies[number] * a.matrix.numel for number, a in owned.items()}
 
 
-def small_deepseek(bench: ModuleType, experts: tuple[int, int, int]) -> Any:
+def small_deepseek(experts: tuple[int, int, int]) -> Any:
     def model() -> Any:
-        return bench.deepseek(num_hidden_layers=6, first_k_dense_replace=2, n_routed_experts=64)
+        return plans.deepseek(num_hidden_layers=6, first_k_dense_replace=2, n_routed_experts=64)
 
-    return bench.Case("6 layers of DeepSeek", model, (2, 8, 4), experts)
+    return plans.Case("6 layers of DeepSeek", model, (2, 8, 4), experts)
 
 
-def small_llama(bench: ModuleType, layers: int) -> Any:
-    return bench.Case("some of Llama", lambda: bench.llama(num_hidden_layers=layers), (2, 8, 4))
+def small_llama(layers: int) -> Any:
+    return plans.Case("some of Llama", lambda: plans.llama(num_hidden_layers=layers), (2, 8, 4))
 
 
 @pytest.mark.parametrize("experts", [(2, 8, 4), (2, 32, 1)])
-def test_a_mixture_of_experts_on_64_ranks(bench: ModuleType, experts: tuple[int, int, int]) -> None:
-    plan = planned(bench, small_deepseek(bench, experts))
+def test_a_mixture_of_experts_on_64_ranks(experts: tuple[int, int, int]) -> None:
+    plan = planned(small_deepseek(experts))
     assert plan.ranks == tuple(range(64))
     assert len(plan.assignments) > 8 * 64
-    check_balance(bench, plan)
+    check_balance(plan)
     check_cover(plan)
-    check_routes(plan, bench.busiest(plan))
+    check_routes(plan, plans.busiest(plan))
     check_routes(plan, 63)
 
 
 @pytest.mark.parametrize("layers", [4, 20, 126])
-def test_a_dense_model_on_64_ranks(bench: ModuleType, layers: int) -> None:
-    plan = planned(bench, small_llama(bench, layers))
+def test_a_dense_model_on_64_ranks(layers: int) -> None:
+    plan = planned(small_llama(layers))
     assert len(plan.assignments) == 7 * layers
-    check_balance(bench, plan)
+    check_balance(plan)
     check_cover(plan)
-    check_routes(plan, bench.busiest(plan))
+    check_routes(plan, plans.busiest(plan))
 
 
 @pytest.mark.slow
@@ -160,36 +146,36 @@ def test_a_dense_model_on_64_ranks(bench: ModuleType, layers: int) -> None:
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek", "deepseek-1024", "deepseek-ep256")),
     ],
 )
-def test_the_plans_of_the_benchmark(bench: ModuleType, name: str) -> None:
-    case = bench.CASES[name]
-    plan = planned(bench, case)
+def test_the_plans_of_the_benchmark(name: str) -> None:
+    case = plans.CASES[name]
+    plan = planned(case)
     assert plan.ranks == tuple(range(case.ranks))
-    check_balance(bench, plan)
+    check_balance(plan)
     check_cover(plan)
-    check_routes(plan, bench.busiest(plan))
+    check_routes(plan, plans.busiest(plan))
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_rank_plans_the_largest_model_within_its_memory(bench: ModuleType) -> None:
-    case = bench.CASES["deepseek"]
+def test_a_rank_plans_the_largest_model_within_its_memory() -> None:
+    case = plans.CASES["deepseek"]
     weights = case.weights()
     tracemalloc.start()
     try:
-        plan = make_plan(bench.read(case, weights), bucket_elements=bench.BUCKET_ELEMENTS)
-        _runtime = bench.moves(plan, bench.busiest(plan))
+        plan = make_plan(plans.read(case, weights), bucket_elements=plans.BUCKET_ELEMENTS)
+        _runtime = plans.moves(plan, plans.busiest(plan))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert len(plan.assignments) == 45154
     assert (
-        peak < bench.MEGABYTES * 1e6 / 5
+        peak < plans.MEGABYTES * 1e6 / 5
     )  # 26 MB on an empty machine; a tuple of all ranks for each leg is 100 times that
 
 
-def test_experts_that_one_rank_holds_whole_stay_there(bench: ModuleType) -> None:
-    plan = planned(bench, small_deepseek(bench, (2, 32, 1)))  # two experts of each layer, on two replicas
-    check_balance(bench, plan)
+def test_experts_that_one_rank_holds_whole_stay_there() -> None:
+    plan = planned(small_deepseek((2, 32, 1)))  # two experts of each layer, on two replicas
+    check_balance(plan)
     experts = [a for a in plan.assignments if ".experts." in a.matrix.parameter]
     assert len(experts) == 4 * 64 * 3
     for assignment in experts:
@@ -215,7 +201,7 @@ def test_below_what_the_busiest_rank_must_carry_experts_stay() -> None:
 GPT2 = (("qkv", (2304, 768), ("rows", 768, 768, 768)), ("o", (768, 768), None), ("up", (3072, 768), None))
 
 
-def hsdp(bench: ModuleType, mesh: tuple[int, int], layers: int) -> Plan:
+def hsdp(mesh: tuple[int, int], layers: int) -> Plan:
     """FSDP over the second axis, replicas over the first."""
     parameters = []
     ranks = tuple(range(math.prod(mesh)))
@@ -228,10 +214,10 @@ def hsdp(bench: ModuleType, mesh: tuple[int, int], layers: int) -> Plan:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (4, 4)])
-def test_hsdp_divides_the_work_over_all_replicas(bench: ModuleType, mesh: tuple[int, int]) -> None:
-    plan = hsdp(bench, mesh, 24)
+def test_hsdp_divides_the_work_over_all_replicas(mesh: tuple[int, int]) -> None:
+    plan = hsdp(mesh, 24)
     assert len(plan.loads) == math.prod(mesh)
-    check_balance(bench, plan)
+    check_balance(plan)
     assert max(plan.loads.values()) * math.prod(mesh) <= 1.05 * sum(plan.loads.values())
     by_replica = Counter[int]()
     for rank, load in plan.loads.items():
@@ -240,10 +226,8 @@ def test_hsdp_divides_the_work_over_all_replicas(bench: ModuleType, mesh: tuple[
 
 
 @pytest.mark.parametrize(("mesh", "layers"), [((2, 4), 1), ((4, 2), 1), ((4, 4), 2), ((2, 8), 2), ((16, 16), 8)])
-def test_fewer_matrices_than_ranks_are_spread_over_the_replicas(
-    bench: ModuleType, mesh: tuple[int, int], layers: int
-) -> None:
-    plan = hsdp(bench, mesh, layers)
+def test_fewer_matrices_than_ranks_are_spread_over_the_replicas(mesh: tuple[int, int], layers: int) -> None:
+    plan = hsdp(mesh, layers)
     owners = [assignment.owner for assignment in plan.assignments]
     assert len(owners) == len(set(owners)) == 6 * layers
     replicas = Counter(owner // mesh[1] for owner in owners)
@@ -253,10 +237,10 @@ def test_fewer_matrices_than_ranks_are_spread_over_the_replicas(
     assert max(shards.values()) <= 2 * math.ceil(len(owners) / mesh[1])
 
 
-def test_a_fault_in_one_layer_of_many_is_found(bench: ModuleType) -> None:
+def test_a_fault_in_one_layer_of_many_is_found() -> None:
     """Layers that are alike are proved once; one that is not alike must not pass with them."""
-    case = small_llama(bench, 3)
-    parameters = bench.read(case, case.weights())
+    case = small_llama(3)
+    parameters = plans.read(case, case.weights())
     good = parameters[-1]
     for matrices in ((), good.matrices * 2, split_matrices(good.name, (*good.target.shape[:1], 64))):
         bad = replace(good, matrices=matrices, flops=good.flops * len(matrices))
@@ -264,7 +248,7 @@ def test_a_fault_in_one_layer_of_many_is_found(bench: ModuleType) -> None:
             make_plan([*parameters[:-1], bad], bucket_elements=10**6)
 
 
-def test_the_bound_is_below_every_assignment(bench: ModuleType) -> None:
+def test_the_bound_is_below_every_assignment() -> None:
     random_numbers = random.Random(0)
     tight = 0
     for _ in range(200):
@@ -283,7 +267,7 @@ def test_the_bound_is_below_every_assignment(bench: ModuleType) -> None:
 @pytest.mark.soak
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    command = [sys.executable, "benchmarks/plan.py", "--cases", "llama", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks.studies.plan", "--cases", "llama", "--json", str(file)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     figures = json.loads(file.read_text())["tables"]["llama"]

@@ -100,7 +100,7 @@ def test_the_page_says_what_the_compiler_makes(script: ModuleType, row: list[str
     import triton
 
     name, kind, *cells = row
-    assert f"Triton {triton.__version__}." in PAGE, "python benchmarks/kernels.py --page makes the table"
+    assert f"Triton {triton.__version__}." in PAGE, "python -m benchmarks.kernels --page makes the table"
     for architecture, told in zip(ARCHITECTURES[:3], cells, strict=False):
         assert script._cell(script.compiled(architecture, kind, name)) == told, architecture
 

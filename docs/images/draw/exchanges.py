@@ -1,4 +1,4 @@
-"""Draw the loss against the bytes of Muon's exchange, where it is late or rare, from `benchmarks/fewer_exchanges.py`.
+"""Draw the loss against the bytes of Muon's exchange, where it is late or rare, from `fewer_exchanges.py`.
 
     PYTHONPATH=. python docs/images/draw/exchanges.py                   # writes docs/images/exchanges.png
 
@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import sweep
-from benchmarks.fewer_exchanges import best, share_of_bytes
+from benchmarks.studies import sweep
+from benchmarks.studies.fewer_exchanges import best, share_of_bytes
 from canvas import IMAGES, INK, QUIET, save
 from matplotlib import pyplot
 

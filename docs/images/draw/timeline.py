@@ -1,6 +1,6 @@
 """Draw what two gloo ranks did in one step, from the spans that torch's profiler kept of it.
 
-`python benchmarks/overlap.py --only trace --trace docs/images/draw/timeline.json` measures, and this draws
+`python -m benchmarks.studies.overlap --only trace --trace docs/images/draw/timeline.json` measures, and this draws
 docs/images/timeline.png.
 """
 

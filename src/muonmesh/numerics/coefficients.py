@@ -107,7 +107,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
         (*(_JORDAN,) * 8, *((2.0, -1.5, 0.5),) * 2), "repeat_last", steps=10, gram_steps=range(10, 11)
     ),
     # Ours: deflation (numerics/deflation.py), then polynomials for singular values in [0.012, 1], composed as those of
-    # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/remez.py.
+    # The Polar Express, at x / 1.01, the last, steep above 1, at x / 1.04: benchmarks/studies/remez.py.
     "deflated": CoefficientSet(
         (
             (7.659556113825762, -20.40625391574778, 14.4581249682999),

@@ -37,7 +37,7 @@ with a C compiler. "amx" also needs a CPU with AMX; it has never run on one, so 
 
 # Numbers of rows for which compiled products are faster than torch's, by instruction set (measured; not on ARM). With
 # AMX, torch's may be faster as soon as a product takes longer than its call (20 µs, about 15 of them a matrix). Where
-# kernels="amx" gains, nobody has measured: benchmarks/processor.py does.
+# kernels="amx" gains, nobody has measured: benchmarks/studies/processor.py does.
 _GAIN = {
     "amx": range(1, 97),
     "avx512bf16": range(1, sys.maxsize),

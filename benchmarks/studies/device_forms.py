@@ -1,0 +1,158 @@
+"""Whether what devices compute in fp16 may be their default: its errors against those of Polar Express in bf16.
+
+    python -m benchmarks.studies.device_forms --part ranks
+    python -m benchmarks.studies.device_forms --part plateaus
+    python -m benchmarks.studies.device_forms --part stress
+    python -m benchmarks.studies.device_forms --part momentum --momentum FILE       # of momentum.py
+    python -m benchmarks.studies.device_forms --part magnitudes
+
+Figures of all parts go into one JSON file (--json). No device is needed: `DeviceIteration` runs with products that add
+up in fp32 and round once, as Triton's do. "bf16" is what devices did before, Polar Express of 2 + 1 + 2 steps by
+torch's products. Bounds: on momentum no further from the polar factor than it, and no singular value above 1.15;
+elsewhere an error of at most 1.1 times its error, or .1, and no singular value above 1.3. Errors are those of
+criteria.py, to the polar factor of the bf16 matrix in fp64. The command fails where a bound is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.studies import criteria
+from benchmarks.studies.stress import with_values
+from torch import Tensor
+
+from muonmesh.numerics.device_iteration import DeviceIteration
+from muonmesh.numerics.kernels import Matmuls
+from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
+
+OUT = Path(__file__).parents[1] / "results" / "device_forms.json"
+PARTS = ("ranks", "plateaus", "stress", "momentum", "magnitudes")
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor | None,
+    terms: Any,
+    out: Tensor,
+    alpha: float = 1.0,
+    scale: float | Tensor = 1.0,
+    symmetric: bool = True,
+    identity: float = 0.0,
+) -> Tensor:
+    """Do `Matmuls.multiply` as Triton's kernel: all in fp32, rounded once, one triangle mirrored."""
+    result = alpha * (a.float() @ (a.mT if b is None else b).float())
+    for c, factor in terms:
+        result += factor * c.float()
+    if identity:
+        result.diagonal(dim1=-2, dim2=-1).add_(identity)
+    result = scale * result
+    return out.copy_(result.triu() + result.triu(1).mT if symmetric else result)
+
+
+PRODUCTS = Matmuls(multiply=multiply, at_once=1)
+
+
+def on_device(x: Tensor, coefficients: str) -> Tensor:
+    """Orthogonalize a bf16 matrix as a device does."""
+    form = Orthogonalizer.of(
+        *x.shape,
+        coefficients=coefficients,
+        steps=None,
+        method="auto",
+        dtype=torch.bfloat16,
+        kernels="torch",
+        device=torch.device("cuda"),
+    )
+    out = torch.empty_like(x)[None]
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(x[None], out, overwrite=False)
+    assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
+    return out[0]
+
+
+def _in_a_batch(form: Orthogonalizer, x: Tensor) -> Tensor:
+    both = torch.stack([x.flip(0) * 3, x])
+    out = torch.empty_like(both)
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(both, out, overwrite=True)
+    return out[1]
+
+
+CONTENDERS = {
+    "bf16": functools.partial(orthogonalize, coefficients="polar_express", kernels="torch"),
+    "fp16": functools.partial(on_device, coefficients="polar_express"),
+}
+
+
+def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """The named matrices of a part, wide."""
+    criteria.PLATEAU_SHAPES, criteria.STRESS_SHAPES = ((384, 800), (512, 600)), ((384, 400), (384, 800))
+    if part == "ranks":
+        for rows, cols in ((384, 800), (512, 512)):
+            for rank in (1, 2, 4, 8, 16, 32):
+                values = torch.where(torch.arange(rows) < rank, 1.0, 0.0).double()
+                yield f"rank {rank}, {rows}×{cols}", with_values(values, rows, cols)
+                yield f"rank {rank} and 1e-4, {rows}×{cols}", with_values(values.clamp_min(1e-4), rows, cols)
+    elif part == "magnitudes":
+        for name, x in (("four decades", with_values(torch.logspace(0, -4, 384, dtype=torch.float64), 384, 800)),):
+            for exponent in (-30, -10, 0, 10, 30):
+                yield f"{name} · 1e{exponent}", x * 10.0**exponent
+    else:
+        yield from criteria.inputs(part, momentum)
+
+
+def broken(row: dict[str, Any], part: str, name: str) -> list[str]:
+    """Say which bounds a matrix breaks."""
+    usual, found, label = row["bf16"], row[name], f"{row['input']}, {name}"
+    momentum = part == "momentum"
+    bound = usual["polar"] * 1.0005 if momentum else max(1.1 * usual["polar"], 0.1)
+    wrong = []
+    if not found["polar"] <= bound:
+        wrong.append(f"{label}: error {found['polar']:.4f}, in bf16 {usual['polar']:.4f}")
+    if not found["largest"] <= (1.15 if momentum else 1.3):
+        wrong.append(f"{label}: largest singular value {found['largest']:.3f}")
+    return wrong
+
+
+def main() -> None:
+    """Print what was found, and end with 1 where a bound is broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--momentum", type=Path, help="what momentum.py has written")
+    parser.add_argument("--json", type=Path, default=OUT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table: list[dict[str, Any]] = []
+    for name, x in inputs(options.part, options.momentum):
+        narrow = x.bfloat16().contiguous()
+        if not narrow.any() or not math.isfinite(float(narrow.abs().max())):
+            continue
+        directions = 1 / 2000 if options.part in ("stress", "ranks") else 0
+        row = {"input": name, "shape": list(x.shape), **criteria.judged(narrow, CONTENDERS, directions=directions)}
+        table.append(row)
+        print(*(line for each in list(CONTENDERS)[1:] for line in broken(row, options.part, each)), sep="\n", end="")
+    found: dict[str, Any] = {"matrices": len(table)}
+    for name in CONTENDERS:
+        found[name] = {
+            "middle error": statistics.median(row[name]["polar"] for row in table),
+            "middle over bf16": statistics.median(row[name]["polar"] / row["bf16"]["polar"] for row in table),
+            "most over bf16": max(row[name]["polar"] / row["bf16"]["polar"] for row in table),
+            "largest": max(row[name]["largest"] for row in table),
+            "broken": [line for row in table if name != "bf16" for line in broken(row, options.part, name)],
+        }
+        numbers = {key: round(value, 4) for key, value in found[name].items() if key != "broken"}
+        print(f"\n{options.part}, {len(table)} matrices, {name}: {numbers}, {len(found[name]['broken'])} bounds broken")
+    kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+    kept |= {"torch": torch.__version__, options.part: found | {"table": table}}
+    options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    raise SystemExit(any(found[name]["broken"] for name in CONTENDERS))
+
+
+if __name__ == "__main__":
+    main()

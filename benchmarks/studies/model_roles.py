@@ -1,0 +1,243 @@
+"""What `split_params(model, example=...)` makes of all models of transformers, and of other libraries' models.
+
+    python -m benchmarks.studies.model_roles --json benchmarks/results/model_roles.json
+    python -m benchmarks.studies.model_roles --only GPT2LMHeadModel --only timm/vit
+
+Each class of transformers is built small (two layers, widths divided, see `tests/zoo.py`) and run on generated inputs.
+The oracle (`tests/influence.py`) shares nothing with the reader of graphs: it watches operations for which weights take
+part in what a product reads, and it changes single rows of weights and looks which operands of later products move.
+
+A difference is silent if `split_params` did not warn of this weight. `EXPLAINED` has those that are no errors, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from benchmarks.studies.model_table import MODELS
+from tests import zoo
+from tests.influence import Influence, differences
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
+from torch.utils._pytree import tree_leaves
+
+from muonmesh import split_params
+from muonmesh.groups import example as examples
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FACTORS = (16, 8, 4, 2, 1)
+"""Widths are divided by the first of these with which a class can be built and run."""
+LARGEST = 60_000_000
+"""Of more parameters, no class is built."""
+ROWS = 5_000_000
+"""Of more parameters, a model's single rows are not changed: only its ends are compared."""
+
+EXPLAINED = [
+    ("not last", r"pooler|summary", "nothing reads what this pooler makes"),
+    ("not last", r"projection|projector", "nothing reads what this projection makes"),
+    (
+        "not last",
+        r"(enc|pre)_(bbox|score)_head|bbox_embed|prob_out|feat_out",
+        "also an output, by which anchors are chosen",
+    ),
+    ("joined", r"gates", "both gates make one operand of a product"),
+    ("cut", r"shortcut", "units of a later ReLU are dead for some rows"),
+    ("last", r"splinter_qass", "logits are products of what two layers make"),
+    ("not last", r"start_logits", "also an output, by which states are chosen"),
+    ("joined|cut", r"lstm|gru|rnn", "gates of one kernel of torch"),
+    ("first|not first", r"query_pos_head", "reads coordinates that are detached"),
+    ("cut", r"v_proj", "two halves of the value heads, which one query reads side by side (DiffLlama)"),
+    ("last", r"down_proj", "its logits are made by a table of weights that is indexed first (CSM)"),
+]
+
+
+class _TooLongError(BaseException):
+    """A model took longer than its share; no `except Exception` in a model catches it."""
+
+
+def _stop(*_: Any) -> None:
+    raise _TooLongError
+
+
+def small(name: str) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    """Yield ways to build and run a class of transformers."""
+    for factor in FACTORS:
+        config, kind = zoo.small_config(name, factor), getattr(transformers, name)
+        with torch.device("meta"):
+            if sum(p.numel() for p in kind(config).parameters()) > LARGEST:
+                raise RuntimeError("too large")
+        model = zoo.ready(kind(config))
+        for given in zoo.drawn(model):
+            yield model, given
+
+
+def results_of(outputs: Any) -> list[Tensor]:
+    """The outputs that are results, and no states."""
+    named = dict(outputs.items()) if hasattr(outputs, "items") else {"output": outputs}
+    kept = {key: value for key, value in named.items() if not zoo.INTERNAL.search(key)}
+    return [leaf for leaf in tree_leaves(kept or named) if isinstance(leaf, Tensor)]
+
+
+def first_that_runs(ways: Iterable[tuple[nn.Module, Any]]) -> tuple[nn.Module, Any, Influence, Any]:
+    """The first model that runs, its inputs, what influences what in it, and its outputs."""
+    errors = []
+    for model, given in ways:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:  # as drawn, many are zero, or too small to be seen behind others
+                    parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5)
+        influence = Influence(model, tree_leaves(given))
+        try:
+            with influence:
+                outputs = call(model, given)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}".splitlines()[0][:120])
+            continue
+        return model, given, influence, outputs
+    raise RuntimeError(errors[0] if errors else "nothing to run it with")
+
+
+def call(model: nn.Module, given: Any) -> Any:
+    """Run a forward."""
+    return model(**given) if isinstance(given, dict) else model(*given)
+
+
+def judged(ways: Iterable[tuple[nn.Module, Any]], known: set[Any] | None, heads: bool = True) -> dict[str, Any]:
+    """What differs for one model, with an example and without: silent, told by a warning, or explained."""
+    model, given, influence, outputs = first_that_runs(ways)
+    record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    for key, example in (("with", given), ("without", None)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            groups = split_params(model, example=example)
+        told = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition(". Write")[0])}
+        rows = (lambda: call(model, given)) if record["parameters"] < ROWS else None
+        found = {
+            (kind, starred(name))
+            for kind, name in differences(model, groups, influence, results_of(outputs), rows, known)
+        }
+        found = {(kind, name) for kind, name in found if heads or kind not in ("last", "not last")}
+        record[key] = sorted(f"{kind}: {name}{' (warns)' if name in told else ''}" for kind, name in found)
+        if key == "with":
+            matrices = [m for group in groups for m in group.get("matrices", ())]
+            record["inputs"] = sum(len(g["params"]) for g in groups if g["name"].startswith("adamw.embeddings"))
+            record["heads"] = sum(len(g["params"]) for g in groups if g["name"].startswith("adamw.head"))
+            record["cut"] = sum("rows" in str(m) or "interleaved" in str(m) for m in matrices)
+        elif known is not None:
+            break
+    return record
+
+
+def starred(name: str) -> str:
+    """A name with stars for numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def explained(difference: str) -> str | None:
+    """Why a difference is no error."""
+    kind, _, name = difference.partition(": ")
+    return next((why for kinds, where, why in EXPLAINED if re.fullmatch(kinds, kind) and re.search(where, name)), None)
+
+
+def walks() -> dict[str, float]:
+    """Milliseconds of processor time that reading the graph takes, the least of seven."""
+    made = {
+        "GPT-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
+        "Llama 8B": lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, vocab_size=128256, use_cache=False
+            )
+        ),
+    }
+    found, read = {}, examples.seen_by
+
+    def timed(*args: Any) -> Any:
+        start = time.process_time()
+        seen = read(*args)
+        times.append(1e3 * (time.process_time() - start))
+        return seen
+
+    examples.seen_by = timed
+    for name, make in made.items():
+        with torch.device("meta"):
+            model = make()
+        times: list[float] = []
+        for _ in range(7):
+            examples.seen_in(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
+        found[name] = round(min(times), 1)
+    examples.seen_by = read
+    return found
+
+
+def main() -> None:
+    """Judge all models and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", action="append", help="names of classes, or LIBRARY/NAME of others")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGALRM, _stop)
+    ways: dict[str, tuple[Callable[[], Any], bool]] = {name: (make, True) for name, make in MODELS.items()}
+    names = [name for name in zoo.names() if zoo.is_model(name)]
+    random.Random(0).shuffle(names)  # so that a part of them is a sample
+    ways |= {name: (lambda name=name: small(name), False) for name in names}
+    chosen = {name: way for name, way in ways.items() if not arguments.only or any(o in name for o in arguments.only)}
+    walk_ms = walks()
+    print(json.dumps(walk_ms))
+    records: dict[str, Any] = {}
+    seen: set[Any] = set()
+    for name, (make, both) in chosen.items():
+        start = time.perf_counter()
+        signal.setitimer(signal.ITIMER_REAL, arguments.seconds * (8 if both else 1))
+        try:
+            heads = not name.endswith(("Model", "Backbone", "Encoder", "Decoder"))
+            records[name] = judged(make(), None if both else seen, heads)
+        except (Exception, _TooLongError) as error:
+            records[name] = {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            while _len_torch_dispatch_stack():  # a model that was stopped inside one
+                _pop_mode()
+        records[name]["seconds"] = round(time.perf_counter() - start, 1)
+        if arguments.json:
+            write(arguments.json, records, walk_ms)
+        if arguments.only or records[name].get("with"):
+            print(name, json.dumps(records[name]), flush=True)
+    print(json.dumps(counts(records)))
+
+
+def counts(records: dict[str, Any]) -> dict[str, Any]:
+    """How many ran, agreed and differed."""
+    ran = {name: record for name, record in records.items() if "left out" not in record}
+    silent = {name: [d for d in r["with"] if "(warns)" not in d and not explained(d)] for name, r in ran.items()}
+    return {
+        "classes": len(records),
+        "ran": len(ran),
+        "agree": sum(not record["with"] for record in ran.values()),
+        "silent": {name: some for name, some in silent.items() if some},
+        "left out": Counter(r["left out"].partition(":")[0] for r in records.values() if "left out" in r),
+    }
+
+
+def write(path: Path, records: dict[str, Any], walk_ms: dict[str, float]) -> None:
+    """Write what there is after each model, so that nothing is lost if one ends the process."""
+    path.write_text(json.dumps({"counts": counts(records), "walk_ms": walk_ms, "models": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""How results reach replicas in several machines: passed on from replica to replica, or by an all-gather of gloo's.
+
+    python -m benchmarks.studies.replicas
+    python -m benchmarks.studies.replicas --json benchmarks/results/replicas.json
+
+Each machine is a network namespace with one link of a given bandwidth, on which its ranks send (`bandwidth.py`; Linux,
+root, `ip`, `tc`). Every rank owns one square matrix that all ranks hold, as under DDP. Both ways move the same results
+in the same processes, in turns: muonmesh's exchange without computation, and `torch.distributed.all_gather` of results
+of equal size. Bytes are those that the links have counted, protocols included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MACHINES = ((2, 2), (4, 1))
+"""Machines, and ranks of each."""
+
+MEGABITS, SIDE, ROUNDS = 200, 1024, 5
+
+
+def sent() -> int:
+    """Return the bytes that this machine's link has sent so far."""
+    link = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+
+
+def measure() -> None:
+    """Measure both ways on one rank; rank 0 prints seconds and bytes of each round as JSON."""
+    import muonmesh as mm
+    from muonmesh.comm.work import Work
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    weights = [nn.Parameter(torch.zeros(SIDE, SIDE)) for _ in range(world)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = mm.Muon(weights, lr=0.01, process_group="world", ns_steps=1)
+    optimizer.step()
+    connected = optimizer._runtime.connected
+    assert connected is not None
+    results = [torch.zeros(SIDE * SIDE, dtype=torch.bfloat16) for _ in range(world)]
+    ways: dict[str, Callable[[], Any]] = {
+        "passed on": lambda: connected.exchange.run(Work()),
+        "all-gather": lambda: dist.all_gather(results, torch.zeros_like(results[0])),
+    }
+    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    for number in range(ROUNDS + 1):
+        for way in list(ways)[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            time.sleep(0.3)  # until what was sent before has left
+            dist.barrier()
+            before, began = sent(), time.perf_counter()
+            ways[way]()
+            took = time.perf_counter() - began
+            dist.barrier()
+            time.sleep(0.2)
+            found[way].append((took, sent() - before))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        told = {}
+        for way in ways:
+            rounds = [[one[way][number] for one in everyone] for number in range(1, ROUNDS + 1)]  # the first warms up
+            told[way] = {
+                "seconds": statistics.median(max(took for took, _ in some) for some in rounds),
+                "bytes": statistics.median(sum(count for _, count in some[::local]) for some in rounds),
+            }
+        print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+
+
+def run(machines: int, local: int) -> dict[str, Any]:
+    """Start the ranks of some machines, and return what they have measured."""
+    from benchmarks.studies.bandwidth import hosts
+
+    with hosts(machines, MEGABITS) as found:
+        ranks = []
+        for number in range(machines * local):
+            host = found[number // local]
+            environment = {
+                **os.environ,
+                **{"RANK": f"{number}", "WORLD_SIZE": f"{machines * local}", "LOCAL_RANK": f"{number % local}"},
+                **{"LOCAL_WORLD_SIZE": f"{local}", "MASTER_ADDR": found[0].address, "MASTER_PORT": "29711"},
+                **{"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"},
+            }
+            command = [*host.prefix, sys.executable, "-m", "benchmarks.studies.replicas", "--rank"]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        told = [rank.communicate(timeout=300)[0] for rank in ranks]
+        assert all(rank.returncode == 0 for rank in ranks)
+    return dict(json.loads(told[0]))
+
+
+def main() -> None:
+    """Measure, print a table, and write a file if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank:
+        measure()
+        return
+    figures = []
+    print("machines × ranks | way | bytes on all links, of one copy a machine | seconds | of passing on")
+    for machines, local in MACHINES:
+        told = run(machines, local)
+        least = machines * (machines - 1) * local * SIDE * SIDE * 2  # each machine's results once to each other machine
+        for way, one in told.items():
+            share, ratio = one["bytes"] / least, one["seconds"] / told["passed on"]["seconds"]
+            print(f"{machines} × {local} | {way} | {share:.2f} | {one['seconds']:.3f} | {ratio:.2f}")
+            figures.append({"machines": machines, "ranks of each": local, "way": way, **one, "of one copy": share})
+    if asked.json:
+        command = "python -m benchmarks.studies.replicas --json benchmarks/results/replicas.json"
+        told = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "figures": figures}
+        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
