@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Batching
 from muonmesh.layout import (
     Budget,
     FlatShards,
@@ -111,7 +111,7 @@ def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
     found, results, received, sent = list[Scatter](), back.results, None, None
     for index in range(len(back.stage.back)):
         found.append(one := schedule.scatter(back.stage, index, results, received, sent))
-        received, sent = one.swap.receive, one.swap.send if one.again else None
+        received, sent = one.all_to_all.receive, one.all_to_all.send if one.again else None
         results = [] if one.last else results
     return found
 
@@ -128,7 +128,7 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
         return pool.submit(replay).result()
 
 
-def travel(ways: list[Swap | None]) -> None:
+def travel(ways: list[AllToAll | None]) -> None:
     """Move what an all-to-all moves."""
     if ways[0] is None:
         assert ways == [None] * len(ways)
@@ -191,7 +191,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
         for rank, one in enumerate(stages):
             for row, into in one.there.reads:
                 into.copy_(elements(row, held[row.parameter, rank]))
-        travel([one.there.swap for one in stages])
+        travel([one.there.all_to_all for one in stages])
         for rank, one in enumerate(stages):
             for to, of in one.there.arriving:
                 to.copy_(of)
@@ -210,7 +210,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
             for turn in of_all:
                 for to, of in turn.leaving:
                     to.copy_(of)
-            travel([turn.swap for turn in of_all])
+            travel([turn.all_to_all for turn in of_all])
             for rank, turn in enumerate(of_all):
                 for row, of in turn.arrived:
                     elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
@@ -282,7 +282,7 @@ def test_results_for_many_replicas_are_passed_on() -> None:
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
         (found,) = stages_of(schedule)
         exchanges = exchanges_of(schedule, found)
-        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in exchanges)
+        assert all(max(len(one.all_to_all.send), len(one.all_to_all.receive)) <= 64 * 96 for one in exchanges)
         assert sum(some.numel() for some in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
@@ -296,7 +296,7 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
     assert kept_by(on_device) == {}
     assert kept_by(on_cpu)
-    first, again = (on_cpu.gather(on_cpu.stages[0]).swap for _ in range(2))
+    first, again = (on_cpu.gather(on_cpu.stages[0]).all_to_all for _ in range(2))
     assert first is not None
     assert again is not None
     assert (first.send.data_ptr(), first.receive.data_ptr()) == (again.send.data_ptr(), again.receive.data_ptr())

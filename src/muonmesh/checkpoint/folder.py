@@ -53,8 +53,8 @@ from muonmesh.checkpoint.index import (
 )
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.record import STATE, Boxes, Share
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
@@ -307,14 +307,14 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
         own = _boxes_to_write(tensors)
-        told = tell_all(together(write_own))
+        told = gather_objects(together(write_own))
         on_first_rank(finish)
 
 
 def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
     """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
     mine = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
-    everyone = tell_all(mine)
+    everyone = gather_objects(mine)
     holders: dict[tuple[str, Sizes], list[int]] = {}
     for rank, sizes in enumerate(everyone):
         for key in sizes:

@@ -20,9 +20,9 @@ from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.index import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, settled, together
 from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
@@ -89,7 +89,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         def told() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
             return {each.name: _digest(each) for each in records}, settings_of(trained), _sums(trained)
 
-        digests, settings, sums = zip(*agreed(told, kind=StateError), strict=True)
+        digests, settings, sums = zip(*results_of_all_ranks(told, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -136,7 +136,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        names = {name for some in tell_all([record.name for record in records]) for name in some}
+        names = {name for some in gather_objects([record.name for record in records]) for name in some}
         found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
         together(lambda: contents.read(found.boxes))
         settled(found.check)

@@ -10,9 +10,17 @@ from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import AGREEMENT, FELT, INVARIANT, add_squares, norms_of, reduce_squares, zeros_for
+from muonmesh.clip.squares import (
+    AGREEMENT,
+    SCALE_INVARIANT,
+    SCALE_SENSITIVE,
+    add_squares,
+    norms_of,
+    reduce_squares,
+    zeros_for,
+)
 from muonmesh.comm.agreement import standing
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import host_waits
@@ -77,7 +85,7 @@ def clip_gradients(
     if wrong is not None and not waits:
         raise wrong
     if waits and bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
         told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
         raise PlanError(explain_error("clip_grad_norm_", told, "no error on any rank", write))
     if agreed.plan_again(waits=waits, follows=follows):
@@ -104,7 +112,7 @@ def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup 
     # Other ranks of the set, or of the process group, may have AdamW's parameters even if this rank has none.
     if planned.plan.elementwise or process_group is not None:
         return True
-    halves = {INVARIANT if parameter.scale_invariant else FELT for parameter in planned.plan.parameters}
+    kinds = {SCALE_INVARIANT if parameter.scale_invariant else SCALE_SENSITIVE for parameter in planned.plan.parameters}
     if any(planned.adamw):
-        halves.add(FELT)
-    return bool(halves & limits.measured)
+        kinds.add(SCALE_SENSITIVE)
+    return bool(kinds & limits.measured)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.clip.norm_means import limits_from
-from muonmesh.clip.squares import FELT, INVARIANT, norms_of, place_of
+from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
 from muonmesh.comm.storage import local_of
@@ -101,12 +101,12 @@ class Limits:
 
     @property
     def measured(self) -> set[int]:
-        """The kinds of gradients to measure, as places in the sums: FELT (AdamW's), and INVARIANT (Muon's) if needed.
+        """The kinds of gradients to measure: SCALE_SENSITIVE (AdamW's), and SCALE_INVARIANT (Muon's) if needed.
 
         Muon's gradients are measured if ``norms`` is True, if the policy needs them, or with ``skip_above``.
         """
         both = self.norms or self.policy != "adamw_only" or self.skips_large
-        return {INVARIANT, FELT} if both else {FELT}
+        return {SCALE_INVARIANT, SCALE_SENSITIVE} if both else {SCALE_SENSITIVE}
 
     @property
     def protects(self) -> tuple[str, ...]:
@@ -116,8 +116,11 @@ class Limits:
     @property
     def _by(self) -> dict[int, str]:
         """The kinds of gradients to clip, as places in the sums, each with the name of the norm that limits it."""
-        by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
-        return by.get(self.policy, {FELT: "adamw"})
+        by = {
+            "all": {SCALE_INVARIANT: "total", SCALE_SENSITIVE: "total"},
+            "separate": {SCALE_INVARIANT: "muon", SCALE_SENSITIVE: "adamw"},
+        }
+        return by.get(self.policy, {SCALE_SENSITIVE: "adamw"})
 
     @property
     def bits(self) -> bytes:
@@ -151,9 +154,9 @@ class Limits:
         The keys are places in the sums.
         """
         return {
-            half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            kind + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
             for number, norms in enumerate(norms_of(sums, number) for number in range(1 + len(apart)))
-            for half, name in self._by.items()
+            for kind, name in self._by.items()
         }
 
     def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:

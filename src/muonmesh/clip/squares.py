@@ -20,12 +20,13 @@ from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
 
-INVARIANT, FELT = range(2)
-"""Places in the vector of squares, which is fp64. Both come again for each of the source's `norms_apart`.
+SCALE_INVARIANT, SCALE_SENSITIVE = range(2)
+"""Kinds of gradients, as places in the vector of squares, which is fp64. Both come again for each of the source's
+`norms_apart`.
 
-- INVARIANT: the squared gradient norm of groups whose rule is `scale_invariant`, reported as "muon".
-- FELT: the squared gradient norm of all other groups, reported as "adamw": AdamW's groups, and rules for matrices that
-  depend on the scale of gradients.
+- SCALE_INVARIANT: gradients of groups whose rule is `scale_invariant`; their norm is reported as "muon".
+- SCALE_SENSITIVE: all other gradients: AdamW's, and those of rules for matrices that depend on the scale of gradients;
+  their norm is reported as "adamw".
 """
 
 AGREEMENT = Agreement(*STANDING, Field("arguments", 64, "equal"))
@@ -33,9 +34,9 @@ AGREEMENT = Agreement(*STANDING, Field("arguments", 64, "equal"))
 different policies can still add their vectors up, and raise."""
 
 
-def half_of(group: Mapping[str, Any]) -> int:
-    """Return a group's place in the vector: INVARIANT if the rule's step ignores the scale of gradients, else FELT."""
-    return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
+def scale_kind_of(group: Mapping[str, Any]) -> int:
+    """Return the kind of a group's gradients: SCALE_INVARIANT if its rule ignores their scale, else SCALE_SENSITIVE."""
+    return SCALE_INVARIANT if RULES[group["algorithm"]].scale_invariant else SCALE_SENSITIVE
 
 
 def zeros_for(apart: Sequence[str], device: torch.device) -> Tensor:
@@ -55,7 +56,7 @@ def place_of(group: Mapping[str, Any], name: str, parameter: Tensor, source: Gra
         needed = f"one of the names in norms_apart: {', '.join(source.norms_apart) or 'it has none'}"
         write = "Correct norm_apart() of the GradientSource, or its norms_apart"
         raise LayoutError(explain_error(name, found, needed, write))
-    return half_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
+    return scale_kind_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
 
 
 def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
 
     ``number`` selects the usual norms (0), or norms that are measured apart (1 + index in ``norms_apart``).
     """
-    muon, adamw = sums[INVARIANT + 2 * number], sums[FELT + 2 * number]
+    muon, adamw = sums[SCALE_INVARIANT + 2 * number], sums[SCALE_SENSITIVE + 2 * number]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
@@ -83,7 +84,7 @@ def add_squares(
         groups: The param groups.
         source: The source of the gradients.
         measured: The kinds of gradients to measure, as places in the sums.
-        sums: The fp64 vector to add to; see `FELT` for its places.
+        sums: The fp64 vector to add to; see `SCALE_SENSITIVE` for its places.
 
     Returns:
         The first error in a gradient, or None. All other gradients are still read, since ranks may have to reduce a
@@ -92,7 +93,7 @@ def add_squares(
     error: Exception | None = None
     found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
     for member in itertools.chain(planned.muon, *planned.adamw):
-        if member is None or half_of(groups[member.group]) not in measured or not source.counted(member.tensor):
+        if member is None or scale_kind_of(groups[member.group]) not in measured or not source.counted(member.tensor):
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.companions import CompanionExchange
+from muonmesh.comm.communicator import Communicator, PendingCollective
+from muonmesh.comm.factored_exchange import FactoredExchange
 from muonmesh.comm.matrix_sums import MatrixSums
-from muonmesh.comm.passage import CopyPairs
+from muonmesh.comm.packed_all_to_all import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Schedule, Stage
+from muonmesh.comm.step_callbacks import Batching, LocalBatch, StepCallbacks
 from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Batching, Local, Work
 from muonmesh.layout import Plan
-from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.numerics.kernels.threads import run_all, scratch
 
 
@@ -41,7 +41,7 @@ class _UnderWay:
     stage: Stage
     summed: Mapping[int, int]
     gather: Gather | None = None
-    transfer: Transfer | None = None
+    transfer: PendingCollective | None = None
     results: Sequence[Tensor] = ()
     staying: Elements | None = None
     exchanged: int = 0
@@ -52,23 +52,23 @@ class _UnderWay:
 class Exchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
-    One bucket travels while another is computed. A bucket moves by one `Wire.swap` with unequal splits in each
+    One bucket travels while another is computed. A bucket moves by one all-to-all with unequal splits in each
     direction, or by several on the way back if there are replicas (`Plan.exchanges`). Pieces that stay on their rank
     are not part of a swap. A single rank runs the same code with nothing to move. State by row, column or matrix
-    travels before and after the matrices, by the `CompanionExchange`.
+    travels before and after the matrices, by the `FactoredExchange`.
 
     Args:
         plan: The plan, the same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None for one rank.
         dtype: Dtype of the matrices on the wire and in the orthogonalization.
-        companion_dtype: Dtype of state by row, column or matrix on the wire.
+        factored_dtype: Dtype of state by row, column or matrix on the wire.
         device: The device on which matrices are assembled.
         batching: How many equal matrices are computed together, and in which memory.
 
     Attributes:
         plan: The plan that this exchange runs.
         group: The process group of the plan's ranks.
-        wire: Sends to the other ranks; counts the steps, and the work and traffic of the last step.
+        communicator: Sends to the other ranks; counts the steps, and the work and traffic of the last step.
     """
 
     def __init__(
@@ -77,63 +77,65 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        companion_dtype: torch.dtype,
+        factored_dtype: torch.dtype,
         device: torch.device,
         batching: Batching,
     ) -> None:
-        self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
+        self.plan, self.group, self.communicator = plan, group, Communicator(plan.ranks, group)
         self._dtype, self._device, self._batching = dtype, device, batching
-        self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
-        self._local_sums = MatrixSums(plan, rank=self.wire.rank, device=device)
-        beside = CompanionPlan.beside(plan)
-        self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
+        self._matrix_sums = MatrixSums(plan, rank=self.communicator.rank, device=device, communicator=self.communicator)
+        self._local_sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
+        beside = FactoredPlan.beside(plan)
+        self._carried = None if beside is None else FactoredExchange(beside, self.communicator, factored_dtype, device)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of this rank, made when the first step begins: batches are for the threads of that time."""
-        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._batching)
+        return Schedule(
+            self.plan, self.communicator.rank, self.communicator.peers, self._dtype, self._device, self._batching
+        )
 
     def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
         """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
-        return self.wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
+        return self.communicator.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
 
-    def run(self, work: Work) -> None:
+    def run(self, callbacks: StepCallbacks) -> None:
         """Run one step for every matrix of the plan. All ranks of the group call this."""
         if self._carried is not None:
-            self._carried.gather(work.companions)
+            self._carried.gather(callbacks.factored_states)
         before, here, stages = None, None, self.schedule.stages
         if stages:
-            here = self._gather(stages[0], work)
-        work.step_elementwise()  # while the first bucket travels
+            here = self._gather(stages[0], callbacks)
+        callbacks.step_elementwise()  # while the first bucket travels
         while here is not None:
             ahead = stages[here.stage.number + 1 :]
-            after = self._gather(ahead[0], work) if ahead else None
-            self._compute(here, before, work)
+            after = self._gather(ahead[0], callbacks) if ahead else None
+            self._compute(here, before, callbacks)
             self._scatter(here)
-            self._write_what_stays(here, work)
-            self._run_local(here.stage.local, work)
+            self._write_what_stays(here, callbacks)
+            self._run_local(here.stage.local, callbacks)
             if not here.stage.fits:  # there is no memory for the next bucket beside two such exchanges
-                self._pass_on(here, work)
+                self._pass_on(here, callbacks)
             before, here = here, after
-        self._run_local(self.schedule.left, work)
-        self._receive(before, work)
+        self._run_local(self.schedule.left, callbacks)
+        self._receive(before, callbacks)
         if self._carried is not None:
-            self._carried.scatter(work.companions)
+            self._carried.scatter(callbacks.factored_states)
 
-    def _gather(self, stage: Stage, work: Work) -> _UnderWay:
+    def _gather(self, stage: Stage, callbacks: StepCallbacks) -> _UnderWay:
         """Read this rank's pieces into the send buffer, or into its own matrices, and start to move them."""
         if stage.portions:
             return _UnderWay(stage, stage.summed)
         gather = self.schedule.gather(stage)
-        work.prepare(stage.moving, gather.reads, self._ahead(stage))
-        transfer = None if gather.swap is None else self.wire.swap(gather.swap)
+        callbacks.prepare(stage.moving, gather.reads, self._ahead(stage))
+        transfer = None if gather.all_to_all is None else self.communicator.start(gather.all_to_all)
         return _UnderWay(stage, stage.summed, gather, transfer)
 
     def _ahead(self, stage: Stage) -> Sequence[int]:
         """Return the matrices that are prepared after those of a stage."""
         return next((after.moving for after in self.schedule.stages[stage.number + 1 :]), ())
 
-    def _run_local(self, batches: Sequence[Local], work: Work) -> None:
+    def _run_local(self, batches: Sequence[LocalBatch], callbacks: StepCallbacks) -> None:
         """Prepare, compute and finalize matrices that only this rank holds, each batch in a task of its own.
 
         On a CPU each task has a thread of its own, and each operation finds the result of the previous operation in the
@@ -142,23 +144,25 @@ class Exchange:
         tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
         for number, batch in enumerate(batches):
             ahead = batches[number + 1].assignments if number + 1 < len(batches) else ()
-            tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, work)))
-            self.wire.counts.orthogonalized += len(batch.assignments)
+            tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, callbacks)))
+            self.communicator.counts.orthogonalized += len(batch.assignments)
         self._run_costly(tasks)
 
-    def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
+    def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
         numbers = batch.assignments
         shape = len(numbers), *batch.shape
         memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
-        work.repeat(batch, partial(self._run_in_memory, batch, ahead, work), memory)
+        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
 
-    def _run_in_memory(self, batch: Local, ahead: Sequence[int], work: Work, x: Tensor, out: Tensor) -> None:
-        work.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        work.compute(batch.assignments, x, out)
+    def _run_in_memory(
+        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
+    ) -> None:
+        callbacks.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
+        callbacks.compute(batch.assignments, x, out)
         updates = Elements(batch.writes, (out,))
         if batch.summed:
-            self._local_sums.take(batch.summed, updates, work.summands)
-        work.finalize(updates)
+            self._local_sums.take(batch.summed, updates, callbacks.summands)
+        callbacks.finalize(updates)
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
@@ -170,32 +174,32 @@ class Exchange:
         order = sorted(range(len(tasks)), key=lambda number: -costs[number])
         run_all([tasks[number][1] for number in order], device=self._device, costs=[costs[number] for number in order])
 
-    def _compute(self, here: _UnderWay, before: _UnderWay | None, work: Work) -> None:
+    def _compute(self, here: _UnderWay, before: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Assemble this rank's matrices from the received pieces and orthogonalize them; then receive earlier results.
 
         If nothing was gathered, matrices are read and orthogonalized some at a time, because there is no memory for all
         of them with their squares. The results of the stage before are received after the first of these batches, which
         frees their memory.
         """
-        self.wire.finish(here.transfer)
+        self.communicator.finish(here.transfer)
         if here.gather is not None:
             self._copy(here.gather.arriving)
             matrices, here.gather, here.transfer = here.gather.matrices, None, None  # frees the wire buffers
-            here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), work)
+            here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), callbacks)
             del matrices
         else:
             for moving, reads, batches in self.schedule.portions(here.stage):
-                work.prepare(moving, reads, self._ahead(here.stage))
-                here.results = (*here.results, *self._orthogonalize(batches, work))
+                callbacks.prepare(moving, reads, self._ahead(here.stage))
+                here.results = (*here.results, *self._orthogonalize(batches, callbacks))
                 del reads, batches  # frees the matrices
-                self._receive(before, work)
-        self._receive(before, work)
+                self._receive(before, callbacks)
+        self._receive(before, callbacks)
         here.staying = Elements(here.stage.staying, here.results)
 
-    def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
+    def _orthogonalize(self, batches: Sequence[Batch], callbacks: StepCallbacks) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
-        self._run_costly([(numbers, partial(work.compute, numbers, x, out)) for x, out, numbers in batches])
-        self.wire.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
+        self._run_costly([(numbers, partial(callbacks.compute, numbers, x, out)) for x, out, numbers in batches])
+        self.communicator.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
         return tuple(out for _, out, _ in batches)
 
     def _scatter(self, here: _UnderWay) -> None:
@@ -206,52 +210,52 @@ class Exchange:
         received = None if here.arrived is None else here.arrived.buffers[0]
         one = self.schedule.scatter(here.stage, here.exchanged, here.results, received, here.send)
         self._copy(one.leaving)
-        here.arrived, here.send = one.arrived, one.swap.send if one.again else None
-        here.transfer, here.exchanged = self.wire.swap(one.swap), here.exchanged + 1
+        here.arrived, here.send = one.arrived, one.all_to_all.send if one.again else None
+        here.transfer, here.exchanged = self.communicator.start(one.all_to_all), here.exchanged + 1
         if one.last:
             here.results = ()
 
-    def _pass_on(self, here: _UnderWay, work: Work) -> None:
+    def _pass_on(self, here: _UnderWay, callbacks: StepCallbacks) -> None:
         """Run the remaining exchanges of results; the last one is still under way when this returns.
 
         One exchange travels while the results of the previous exchange are written, so there is memory for two.
         """
         while here.exchanged < len(here.stage.back):
             arrived = here.arrived
-            self.wire.finish(here.transfer)
+            self.communicator.finish(here.transfer)
             self._scatter(here)
-            self._write(here, arrived, work)
+            self._write(here, arrived, callbacks)
 
-    def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
+    def _write_what_stays(self, here: _UnderWay, callbacks: StepCallbacks) -> None:
         """Write results that stayed on this rank while others travel, unless sums must be computed first."""
         if not here.summed and here.staying is not None:
-            work.finalize(here.staying)
+            callbacks.finalize(here.staying)
             here.staying = None
 
-    def _receive(self, here: _UnderWay | None, work: Work) -> None:
+    def _receive(self, here: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Receive and write the results of a stage, if this has not been done."""
         if here is not None:
-            self._pass_on(here, work)
-            self.wire.finish(here.transfer)
+            self._pass_on(here, callbacks)
+            self.communicator.finish(here.transfer)
             arrived, here.arrived, here.transfer = here.arrived, None, None
-            self._write(here, arrived, work)
+            self._write(here, arrived, callbacks)
 
-    def _write(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
+    def _write(self, here: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Write results that have arrived, after the sums over their matrices."""
-        self._sum(here, arrived, work)
+        self._sum(here, arrived, callbacks)
         if arrived is not None:
-            work.finalize(arrived)
+            callbacks.finalize(arrived)
 
-    def _sum(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
+    def _sum(self, here: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.
 
         These matrices are not written before. All summands of this rank have stayed here or have arrived.
         """
         if here.summed:
             views = [view for some in (here.staying, arrived) if some is not None for view in some]
-            self._matrix_sums.take(here.summed, views, work.summands, what=here.stage.name)
+            self._matrix_sums.take(here.summed, views, callbacks.summands, what=here.stage.name)
             here.summed = {}
-            self._write_what_stays(here, work)
+            self._write_what_stays(here, callbacks)
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.wire import Wire
-from muonmesh.comm.work import Summands
+from muonmesh.comm.communicator import Communicator
+from muonmesh.comm.step_callbacks import SumCallbacks
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import total_of
@@ -29,18 +29,20 @@ class MatrixSums:
         plan: The plan of these matrices.
         rank: The rank of this process.
         device: The device of the matrices.
-        wire: Sends to the other ranks; None if only this rank holds the matrices.
+        communicator: Sends to the other ranks; None if only this rank holds the matrices.
     """
 
-    def __init__(self, plan: Plan, *, rank: int, device: torch.device, wire: Wire | None = None) -> None:
-        self._plan, self._device, self._wire = plan, device, wire
+    def __init__(
+        self, plan: Plan, *, rank: int, device: torch.device, communicator: Communicator | None = None
+    ) -> None:
+        self._plan, self._device, self._communicator = plan, device, communicator
         self._counts = cache(partial(plan.counts, rank=rank))
 
     def take(
         self,
         asked: Mapping[int, int],
         updates: Iterable[tuple[Row, Tensor]],
-        summands: Summands,
+        summands: SumCallbacks,
         *,
         what: str = "a matrix",
     ) -> None:
@@ -70,8 +72,8 @@ class MatrixSums:
         for row, found in of_each((), summands.exponents):
             mine = exponents_of[row.assignment]
             torch.maximum(mine, found, out=mine)
-        if self._wire is not None:
-            self._wire.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
+        if self._communicator is not None:
+            self._communicator.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {what}")
 
         # One vector again: two limbs for each sum, and then the one-number state that owners keep for their matrices.
         lengths = [len(self._plan.told(number)) for number in asked]
@@ -88,8 +90,8 @@ class MatrixSums:
 
         for row, found in of_each((2,), add):
             limbs_of[row.assignment].add_(found)
-        if self._wire is not None:
-            self._wire.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
+        if self._communicator is not None:
+            self._communicator.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {what}")
 
         for number, told in told_of.items():
             count = self._plan.assignments[number].matrix.numel

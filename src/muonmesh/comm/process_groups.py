@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from muonmesh.comm.meeting import seconds_of_collectives
+from muonmesh.comm.rendezvous import seconds_of_collectives
 from muonmesh.errors import PlanError, explain_error
 
 _made: Counter[tuple[int, ...]] = Counter()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from muonmesh.comm.telling import tell_all, tell_by_rank
+from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank
 from muonmesh.errors import PlanError, about, explain_error
 from muonmesh.layout import Elementwise, Parameter, Plan
 from muonmesh.layout.parameter import describe
@@ -36,7 +36,7 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
     Raises:
         PlanError: always.
     """
-    everyone = tell_by_rank(dict(lines), group=group)
+    everyone = gather_objects_by_rank(dict(lines), group=group)
     for name in dict.fromkeys(name for some in everyone.values() for name in some):
         told = {rank: some[name] for rank, some in everyone.items() if name in some}
         first, *rest = told
@@ -56,7 +56,7 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
     """Return the names of all ranks of a group, each name once and in the same order on every rank."""
-    return list(dict.fromkeys(name for some in tell_all(list(names), group=group) for name in some))
+    return list(dict.fromkeys(name for some in gather_objects(list(names), group=group) for name in some))
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
@@ -95,8 +95,8 @@ def insist(group: dist.ProcessGroup | None, plan: Plan) -> None:
     Raises:
         PlanError: the plans differ. Every rank raises this error, which names the first difference.
     """
-    if len(set(tell_all(plan.digest, group=group))) > 1:
-        (first, lines), *rest = tell_by_rank(plan.description(), group=group).items()
+    if len(set(gather_objects(plan.digest, group=group))) > 1:
+        (first, lines), *rest = gather_objects_by_rank(plan.description(), group=group).items()
         raise next(_first_difference(first, lines, rank, others) for rank, others in rest if others != lines)
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import CopyPairs, Passage
+from muonmesh.comm.communicator import AllToAll
+from muonmesh.comm.packed_all_to_all import CopyPairs, PackedAllToAll
+from muonmesh.comm.step_callbacks import Batching, LocalBatch
 from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Batching, Local
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.plan import Routes
@@ -45,7 +45,7 @@ class Stage:
         name: Its name in errors, with the number of its bucket in the plan.
         moving: The assignments whose matrices need a transfer.
         local: Local matrices that are computed in this stage, those of one task together.
-        passage: The transfer to the owners.
+        to_owners: The transfer to the owners.
         gathers: Whether anything travels to the owners.
         back: The exchanges in which the results travel back; none if nothing travels.
         fits: Whether there is memory for all copies of the results in one exchange.
@@ -62,10 +62,10 @@ class Stage:
     number: int
     name: str
     moving: tuple[int, ...]
-    local: Sequence[Local]
-    passage: Passage
+    local: Sequence[LocalBatch]
+    to_owners: PackedAllToAll
     gathers: bool
-    back: Sequence[Passage]
+    back: Sequence[PackedAllToAll]
     fits: bool
     first: int
     summed: Mapping[int, int]
@@ -110,7 +110,7 @@ class Gather:
     """
 
     reads: Elements
-    swap: Swap | None
+    all_to_all: AllToAll | None
     arriving: CopyPairs
     matrices: tuple[Tensor, ...]
 
@@ -128,7 +128,7 @@ class Scatter:
     """
 
     leaving: CopyPairs
-    swap: Swap
+    all_to_all: AllToAll
     arrived: Elements
     again: bool
     last: bool
@@ -171,12 +171,12 @@ class Schedule:
         matrices = stage.assembled(self._memory("gathered matrices", stage.number, stage.numel))
         if not stage.gathers:
             return Gather(Elements(stage.reads, matrices), None, (), matrices)
-        passage = stage.passage
-        send = self._memory("gather.send", stage.number, passage.sends)
-        receive = self._memory("gather.receive", stage.number, passage.receives)
-        swap = passage.swap(f"the gather of {stage.name}", send, receive)
-        arriving = passage.copies(stage.by_assignment(matrices), swap.receive)
-        return Gather(Elements(stage.reads, (*matrices, swap.send)), swap, arriving, matrices)
+        packed = stage.to_owners
+        send = self._memory("gather.send", stage.number, packed.sends)
+        receive = self._memory("gather.receive", stage.number, packed.receives)
+        all_to_all = packed.all_to_all(f"the gather of {stage.name}", send, receive)
+        arriving = packed.copies(stage.by_assignment(matrices), all_to_all.receive)
+        return Gather(Elements(stage.reads, (*matrices, all_to_all.send)), all_to_all, arriving, matrices)
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
         """Yield the portions of a stage with the pieces that are read into its batch, in memory of its own."""
@@ -213,18 +213,18 @@ class Schedule:
             received: The receive buffer of the previous exchange of the stage, whose results may be passed on.
             sent: The send buffer of the previous exchange, if this one sends the same elements `again`.
         """
-        passage, *later = stage.back[index:]
-        receive = self._memory("scatter.receive", stage.first + index, passage.receives)
-        send = self._memory("scatter.send", 0, passage.sends) if sent is None else sent
+        packed, *later = stage.back[index:]
+        receive = self._memory("scatter.receive", stage.first + index, packed.receives)
+        send = self._memory("scatter.send", 0, packed.sends) if sent is None else sent
         told = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
-        swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
-        copies = passage.copies(stage.by_assignment(results), swap.send) if results and sent is None else ()
+        all_to_all = packed.all_to_all(f"the scatter of {stage.name}{told}", send, receive)
+        copies = packed.copies(stage.by_assignment(results), all_to_all.send) if results and sent is None else ()
         leaving = tuple((wire, matrix) for matrix, wire in copies)
         if received is not None:
-            leaving += passage.passed_on(stage.back[index - 1], received, swap.send)
-        again = bool(later) and later[0].sends_as(passage)
-        last = not any(one.copies_results and not one.sends_as(passage) for one in later)
-        return Scatter(leaving, swap, Elements(passage.arriving, (swap.receive,)), again, last)
+            leaving += packed.passed_on(stage.back[index - 1], received, all_to_all.send)
+        again = bool(later) and later[0].sends_as(packed)
+        last = not any(one.copies_results and not one.sends_as(packed) for one in later)
+        return Scatter(leaving, all_to_all, Elements(packed.arriving, (all_to_all.receive,)), again, last)
 
     def _memory(self, role: str, turn: int, numel: int) -> Tensor:
         """Return memory for a bucket or an exchange; even turns share one buffer on a CPU, odd turns another."""
@@ -236,7 +236,7 @@ class Schedule:
 
 def stages_of(
     plan: Plan, rank: int, peers: Sequence[int], batching: Batching, *, on_device: bool = False
-) -> tuple[list[Stage], list[Local]]:
+) -> tuple[list[Stage], list[LocalBatch]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
     Each stage has the local matrices before it.
@@ -248,13 +248,15 @@ def stages_of(
         waiting += [index for index in own if not plan.moves(index)]
         if moving:
             there, back = _ways(plan, number, rank, moving)
-            passage, gathers = Passage("gather", there, rank, peers), plan.gathers(number)
-            exchanges = [Passage("scatter", back.only(n), rank, peers, own) for n in range(plan.exchanges(number))]
+            packed, gathers = PackedAllToAll("gather", there, rank, peers), plan.gathers(number)
+            exchanges = [
+                PackedAllToAll("scatter", back.only(n), rank, peers, own) for n in range(plan.exchanges(number))
+            ]
             batches = _batches(plan, [index for index in own if plan.moves(index)], batching)
             places = _places(plan, batches)
-            reads = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
+            reads = _in_matrices(there.stored.get(rank, ()), places) + packed.on_wire(len(batches))
             reads += () if there is back else _not_sent(plan, rank, moving, reads)
-            what = len(stages), f"bucket {number}", moving, _local(plan, rank, waiting, batching), passage, gathers
+            what = len(stages), f"bucket {number}", moving, _local(plan, rank, waiting, batching), packed, gathers
             scatter = exchanges, plan.fits(number), first, plan.summed(moving)
             tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
@@ -282,7 +284,7 @@ def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int
     }
 
 
-def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[Local]:
+def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[LocalBatch]:
     """Return local matrices, those of one task together."""
     found = []
     for batch in _batches(plan, numbers, batching, stays=True):
@@ -290,7 +292,7 @@ def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) ->
         ways = ([row for number in batch for row in plan.rows(number, rank, gather=way)] for way in (True, False))
         reads, writes = (PieceTable(tuple(_in_matrices(rows, places))) for rows in ways)
         shape = plan.assignments[batch[0]].matrix.shape
-        found.append(Local(batch, shape, plan.summed(batch), reads, writes))
+        found.append(LocalBatch(batch, shape, plan.summed(batch), reads, writes))
     return found
 
 

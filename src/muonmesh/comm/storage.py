@@ -71,8 +71,8 @@ class Storage:
             inner = MeshLayout(self.shape, (), copies[0], ())
         return replace(self, layout=copied(inner, copies))
 
-    def companion(self, layout: Layout) -> Storage:
-        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter with this storage."""
+    def factored(self, layout: Layout) -> Storage:
+        """Return the Storage of a factored state (`FactoredState`) of the parameter with this storage."""
         return Storage(layout, layout.shape, self.mesh, self.placements)
 
     @property

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from muonmesh.comm.agreement import Agreement, Field, Said, bits
+from muonmesh.comm.communicator import AllToAll, Communicator, Counts, PendingCollective
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, gradient_of
 from muonmesh.comm.process_groups import host_group, new_group
 from muonmesh.comm.storage import Storage, local_of
-from muonmesh.comm.telling import tell_all
-from muonmesh.comm.wire import Counts, Swap, Transfer, Wire
 from muonmesh.errors import LayoutError, PlanError, about, explain_error
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.layout.flat import Interval
@@ -31,7 +31,7 @@ from muonmesh.layout.flat import Interval
 class _Sent(NamedTuple):
     """Flat gradients on their way between all ranks; ``parts`` has the part from each rank, this rank included."""
 
-    transfer: Transfer
+    transfer: PendingCollective
     parts: Sequence[Tensor]
 
 
@@ -58,9 +58,9 @@ class ToOwners(GradientSource):
         self._wrong: dict[Tensor, Exception] = {}
         self._reduced: dict[Tensor, tuple[Tensor, int]] = {}
         # Small reductions at the same point of every rank's program. CPUs wait only for CPUs there, not for devices.
-        self._talk: Wire | None = None
+        self._talk: Communicator | None = None
         # The gradients. A rank may send some earlier than others do, so every source has a group of its own.
-        self._wire: Wire | None = None
+        self._communicator: Communicator | None = None
         self._names: Mapping[Tensor, str] = {}
         self._buckets: Sequence[Sequence[Sequence[Tensor]]] = ()  # buckets; in each, the matrices of each rank
         self._ready: set[Tensor] = set()
@@ -107,7 +107,7 @@ class ToOwners(GradientSource):
     @property
     def counts(self) -> Counts:
         """The traffic of all gradients so far on this rank."""
-        return Counts() if self._wire is None else self._wire.counts
+        return Counts() if self._communicator is None else self._communicator.counts
 
     def scaler_error(self) -> Exception | None:
         """Return the error for a GradScaler: it reads only ``.grad``, so it does not see gradients at their owners."""
@@ -162,16 +162,19 @@ class ToOwners(GradientSource):
     def bind(self, replicated: Mapping[Tensor, str], group: dist.ProcessGroup | None, bucket_bytes: int) -> None:
         """Register hooks for the gradients of these parameters; all replicas call this together for the same ones."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
-        if self._wire is not None and self._wire.ranks == ranks:
+        if self._communicator is not None and self._communicator.ranks == ranks:
             self.complete(self._asked)  # receives gradients sent in the buckets of the last plan
             # Steps are counted from 0 again. Gradients that no step has read stay for the next step.
             self._step = 0 if self._step == self._asked else -1
         elif group is not None:
-            self._talk, self._wire = Wire(ranks, host_group(group)), Wire(ranks, new_group(ranks))
+            self._talk, self._communicator = (
+                Communicator(ranks, host_group(group)),
+                Communicator(ranks, new_group(ranks)),
+            )
         if self._unhook is not None:
             self._unhook()
         if group is None:
-            self._talk, self._wire, self._names, self._buckets = None, None, {}, ()
+            self._talk, self._communicator, self._names, self._buckets = None, None, {}, ()
             return
         self._names, self._buckets = replicated, self.buckets_of(replicated, len(ranks), bucket_bytes)
         # Hooks live as long as the parameters. They do not keep the source alive, and do nothing once it is gone.
@@ -248,24 +251,24 @@ class ToOwners(GradientSource):
 
     @property
     def _me(self) -> int:
-        assert self._wire is not None
-        return self._wire.ranks.index(self._wire.rank)
+        assert self._communicator is not None
+        return self._communicator.ranks.index(self._communicator.rank)
 
     def _swap(self, what: str, parts: Sequence[Tensor], arriving: Sequence[int]) -> _Sent:
         """Send each other rank its flat part; ``arriving`` has the number of elements that each rank sends here."""
-        assert self._wire is not None
+        assert self._communicator is not None
         sent = [0 if rank == self._me else len(part) for rank, part in enumerate(parts)]
         received = [0 if rank == self._me else count for rank, count in enumerate(arriving)]
         send = torch.cat([part for rank, part in enumerate(parts) if rank != self._me])
         receive = send.new_empty(sum(received))
         found = list(torch.split(receive, received))
         found[self._me] = parts[self._me]
-        return _Sent(self._wire.swap(Swap(what, send, receive, sent, received)), found)
+        return _Sent(self._communicator.start(AllToAll(what, send, receive, sent, received)), found)
 
     def _arrived(self, sent: _Sent) -> Sequence[Tensor]:
         """Wait for a transfer, and return the parts of all ranks."""
-        assert self._wire is not None
-        self._wire.finish(sent.transfer)
+        assert self._communicator is not None
+        self._communicator.finish(sent.transfer)
         for tensor in (*sent.transfer.memory, *sent.parts):
             if tensor.is_cuda:  # a hook may have made it on a stream of its wrapper's
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -301,7 +304,7 @@ class ToOwners(GradientSource):
         }
         agreed = self._talk.ask(agreement, said, torch.device("cpu"), "the agreement on gradients")
         if differ := bool(agreed.differs().any()):  # all ranks send equally often, so that the next gradients match
-            every = max(tell_all(len(self._dropped) + here, group=self._talk.group))
+            every = max(gather_objects(len(self._dropped) + here, group=self._talk.group))
             while len(self._dropped) < every:
                 self._dropped.append(self._all_sent())
         for sent in itertools.chain(*self._dropped):
@@ -338,7 +341,7 @@ class ToOwners(GradientSource):
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of parameters that every replica updates, in ``.grad``."""
-        assert self._wire is not None
+        assert self._communicator is not None
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for tensor in parameters:
             if tensor.grad is None:
@@ -347,7 +350,7 @@ class ToOwners(GradientSource):
         for (dtype, _), same in kinds.items():
             gradients = [local_of(gradient) for _, gradient in same]
             flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
-            segments = torch.tensor_split(flat, len(self._wire.ranks))
+            segments = torch.tensor_split(flat, len(self._communicator.ranks))
             sizes = [len(segment) for segment in segments]
             mine = self._swap("AdamW's gradients", segments, [sizes[self._me]] * len(sizes))
             average = mean(self._arrived(mine)).to(dtype)

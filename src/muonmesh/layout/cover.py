@@ -14,7 +14,7 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
     stored: list[tuple[str, Layout]] = [(other.name, other.target) for other in elementwise]
     for parameter in parameters:
-        places = [parameter.momentum_storage, parameter.target, *(each.layout for each in parameter.companions)]
+        places = [parameter.momentum_storage, parameter.target, *(each.layout for each in parameter.factored_states)]
         stored += [(parameter.name, place) for place in {id(place): place for place in places}.values()]
     for name, layout in stored:
         try:
@@ -25,7 +25,7 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
         tiled = [(parameter.target, parameter.matrices)]
-        tiled += [(each.layout, each.matrices) for each in parameter.companions]
+        tiled += [(each.layout, each.matrices) for each in parameter.factored_states]
         for layout, matrices in tiled:
             blocks = [matrix.blocks for matrix in matrices]
             if proved.get(layout.shape) != blocks:  # layers are alike

@@ -231,8 +231,8 @@ class Plan:
 
     def told(self, assignment: int) -> tuple[str, ...]:
         """Return the keys of the state of kind "matrix", which the owner sends with the sums over the matrix."""
-        companions = self.parameters[self.assignments[assignment].parameter].companions
-        return tuple(companion.key for companion in companions if companion.side == "matrix")
+        factored_states = self.parameters[self.assignments[assignment].parameter].factored_states
+        return tuple(factored.key for factored in factored_states if factored.side == "matrix")
 
     @property
     def keepers(self) -> dict[KnownMatrix, int]:
@@ -240,7 +240,7 @@ class Plan:
         found = {}
         for assignment in self.assignments:
             parameter = self.parameters[assignment.parameter]
-            if any(companion.at_owner for companion in parameter.companions):
+            if any(factored.at_owner for factored in parameter.factored_states):
                 found[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
         return found
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.agreement import STANDING, Agreement, standing
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of, local_shape
-from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.memory import upload
 from muonmesh.numerics.normalize import sums_of_squares
@@ -60,7 +60,7 @@ def measure(
     reduce = partial(exchange.reduce_sums, what="the sum of the metrics")
     summed, agreed = _AGREEMENT.ask(standing(error, follows=follows), totals, reduce)
     if waits and bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
     if agreed.plan_again(waits=waits, follows=follows):
         return None
     mine = {group["name"] for group in groups}

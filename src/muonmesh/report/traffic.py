@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.companions import ways_of
+from muonmesh.comm.factored_exchange import ways_of
 from muonmesh.comm.schedule import Stage, stages_of
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.comm.work import Batching
 from muonmesh.layout import Plan
-from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
 
@@ -56,9 +56,9 @@ class Traffic:
 def traffic(plan: Plan, rank: int) -> Traffic:
     """Return the traffic of ``rank`` in a step."""
     stages, left = stages_of(plan, rank, plan.ranks, Batching())
-    passages = [passage for stage in stages for passage in (stage.passage, *stage.back)]
+    packed_all = [packed for stage in stages for packed in (stage.to_owners, *stage.back)]
     sent = Counter[int]()
-    for row in itertools.chain.from_iterable(passage.leaving for passage in passages):
+    for row in itertools.chain.from_iterable(packed.leaving for packed in packed_all):
         sent[row.parameter] += row.piece.numel
     sums = 2 * sum(bool(stage.summed) for stage in stages)  # the largest exponents, and the integers
     return Traffic(
@@ -67,16 +67,16 @@ def traffic(plan: Plan, rank: int) -> Traffic:
             number for some in (*(stage.local for stage in stages), left) for one in some for number in one.assignments
         ),
         sent,
-        sum(passage.receives for passage in passages),
+        sum(packed.receives for packed in packed_all),
         sum(stage.gathers + len(stage.back) for stage in stages) + sums,
-        sum(max(sum(map(bool, passage.sent)), sum(map(bool, passage.received))) for passage in passages),
+        sum(max(sum(map(bool, packed.sent)), sum(map(bool, packed.received))) for packed in packed_all),
         _carried(plan, rank),
     )
 
 
 def _carried(plan: Plan, rank: int) -> Carried:
-    """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
-    beside = CompanionPlan.beside(plan)
+    """Return the traffic of state that travels in addition to the matrices of a plan; see `FactoredPlan`."""
+    beside = FactoredPlan.beside(plan)
     ways = () if beside is None else ways_of(beside.plan, rank, plan.ranks).values()
     return Carried(
         *(sum(each) for each in zip(*((moves, way.sends, way.receives) for way, moves in ways), strict=True))

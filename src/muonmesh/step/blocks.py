@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
@@ -88,11 +88,11 @@ class Blocks:
         """The number of blocks whose scales the ranks agree on in a step."""
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
-    def agree(self, wire: Wire, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
+    def agree(self, communicator: Communicator, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
         """Return the largest momentum of each block that several pieces share, over all ranks, which all call this.
 
         Args:
-            wire: Sends to the other ranks.
+            communicator: Sends to the other ranks.
             measure: Writes what this rank has (`Momentum.measure`) into int32 (blocks,), zeros before.
 
         Returns:
@@ -102,7 +102,7 @@ class Blocks:
             return None
         largest = torch.zeros(self.count, dtype=torch.int32, device=self.device)
         measure(largest)
-        wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+        communicator.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         return largest
 
     @cached_property

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.wire import Wire
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable
 from muonmesh.numerics.rules import parts
@@ -44,9 +44,9 @@ class Int8Codec(StateCodec):
             self._coded[place] = found
         return self._coded[place]
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Agree on the scales of the blocks that several pieces share, as they will be after this step."""
-        self._agreed = self._blocks.agree(wire, self._measure)
+        self._agreed = self._blocks.agree(communicator, self._measure)
 
     def _measure(self, into: Tensor) -> None:
         for number in self._blocks.shared:

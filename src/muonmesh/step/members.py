@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.placing import nobody_said, ranks_of, refuse_flattened, shape_if_known, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
 from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
+from muonmesh.comm.undeclared_replicas import Copies
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout, split_matrices
 from muonmesh.layout.matrix import MatrixSpec

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from muonmesh.comm.step_callbacks import LocalBatch, StepCallbacks
 from muonmesh.comm.views import Elements, view_in_storage
-from muonmesh.comm.work import Local, Work
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.recording import run_again
@@ -29,7 +29,7 @@ from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.parameter_steps import Kind, MatrixStep, ParameterStep, WeightViews
 from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.planning import Planned
-from muonmesh.step.stored_companions import RuleSums, StoredCompanions
+from muonmesh.step.stored_factored import RuleSums, StoredFactored
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -55,8 +55,8 @@ Together = Callable[["Run", Sequence[ParameterStep], Kind], bool]
 """Folds or applies all rows of a run; returns False if nothing was done, because the rows differ."""
 
 
-class MuonStep(Work):
-    """The step of Muon's parameters: reads, computes and writes for the exchange (`muonmesh.comm.work.Work`).
+class MuonStep(StepCallbacks):
+    """The step of Muon's parameters: reads, computes and writes for the exchange (`StepCallbacks`).
 
     Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy.
@@ -68,11 +68,11 @@ class MuonStep(Work):
 
     Attributes:
         ready: The parameters of the step.
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
-    companions: StoredCompanions
+    factored_states: StoredFactored
     summands: RuleSums
 
     def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
@@ -83,7 +83,7 @@ class MuonStep(Work):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[Local, tuple[list[int], Repeatable | None, object]] = {}
+        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row.
         self._momenta: dict[int, Mapping[str, Tensor]] = {}
         self._weights: dict[int, WeightViews] = {}
@@ -95,8 +95,8 @@ class MuonStep(Work):
             elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
                 matrices travel.
         """
-        self._elementwise, companions = elementwise, StoredCompanions(self.ready)
-        self.companions, self.summands = companions, RuleSums(self.ready, companions)
+        self._elementwise, factored_states = elementwise, StoredFactored(self.ready)
+        self.factored_states, self.summands = factored_states, RuleSums(self.ready, factored_states)
         if self._by_kernel is not None:
             self._by_kernel.begin()
 
@@ -117,7 +117,7 @@ class MuonStep(Work):
         if codec is not None:
             codec.have_read(elements.table)
 
-    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+    def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
 
         That is possible if fold, products and apply depend on nothing but the numbers on the device and the addresses
@@ -165,7 +165,7 @@ class MuonStep(Work):
     def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
         """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
         one = self.ready.of(number)
-        with self.companions.of(one) as state:
+        with self.factored_states.of(one) as state:
             rows, cols = one.matrix.rows, one.matrix.cols
             parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import Agreed, Said, standing
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.same_plan import insist_on_equal
+from muonmesh.comm.step_callbacks import StepCallbacks
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.layout.piece_table import PieceTable, Row
@@ -88,7 +88,7 @@ def preflight(
     nonzero = _nonzero(planned, collected, waits=waits)
     moves = settings.at_rest and _moves(collected)
     if alone:
-        exchange.wire.begin_step()
+        exchange.communicator.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
         return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
@@ -99,7 +99,7 @@ def preflight(
         **said_of_settings(*terms),
         **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
     }
-    agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, said, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
     active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
     if not waits:
@@ -257,7 +257,7 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
     exchange, error = planned.exchange, settings.error
     # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
     waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
-    agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)
     if waits:
         raise_errors(agreed)
@@ -266,8 +266,8 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         return False
     if bool(agreed.any("follows")):
         if runtime.precision.int8:
-            planned.blocks.agree(exchange.wire)
-        exchange.run(Work())
+            planned.blocks.agree(exchange.communicator)
+        exchange.run(StepCallbacks())
     _tell_later(runtime, agreed, raise_errors)
     return True
 
@@ -302,7 +302,7 @@ def _raise_errors(
     if not bool(_stops(agreed)):
         return
     if bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():
         parameter = parameters[flag_vector.shards[shard]]

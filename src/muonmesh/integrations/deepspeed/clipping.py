@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import half_of, norms_of, zeros_for
+from muonmesh.clip.squares import norms_of, scale_kind_of, zeros_for
 from muonmesh.comm.storage import Storage
 from muonmesh.errors import explain_error
 from muonmesh.numerics.normalize import sums_of_squares
@@ -66,13 +66,13 @@ def measure(
         prepared = muon in visible
         scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))
         for group in muon.param_groups:
-            half = half_of(group)
+            kind = scale_kind_of(group)
             for tensor in group["params"]:
                 gradient = tensor.grad if prepared else _pending(zero, number, tensor)
                 for storage in tensors[tensor] if gradient is not None else ():
                     for part in storage.parts(gradient):
                         squares = sums_of_squares([part])[0].to(sums.device)
-                        sums[half] += squares / (scale * scale * storage.copies)
+                        sums[kind] += squares / (scale * scale * storage.copies)
     dist.all_reduce(sums)
     means = None if limits.multiple is None else means_of(groups, sums.device)
     skip = limits.skips(sums, means=means)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
@@ -234,7 +234,7 @@ class _Watch:
     def report(self) -> Audit:
         """Step, and return the report. All ranks call it."""
         known: dict[str, _Known] = {}
-        for theirs in tell_all(self.known):
+        for theirs in gather_objects(self.known):
             for name, one in theirs.items():
                 same = name not in known or known[name].shape == one.shape
                 known[name] = known.get(name, one) if same else replace(one, shape=None)
@@ -307,7 +307,7 @@ class _Watch:
 
 def _summed(mine: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of numbers over all ranks, by name. All ranks call it."""
-    everyone = tell_all(mine)
+    everyone = gather_objects(mine)
     return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
 
 

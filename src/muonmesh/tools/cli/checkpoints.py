@@ -20,7 +20,7 @@ from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at,
 from muonmesh.checkpoint.index import read_manifest
 from muonmesh.checkpoint.ranks import on_first_rank, together
 from muonmesh.checkpoint.save_load import recorded
-from muonmesh.comm.telling import agreed
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
 from muonmesh.step.state_layout import wrong_numbers
@@ -105,7 +105,7 @@ class Checkpoints:
                 note(f"{path}: found files missing or cut off; goes on from step {found}")
             return found
 
-        self.kept = agreed(look, kind=FileError)[0]
+        self.kept = results_of_all_ranks(look, kind=FileError)[0]
         return self.kept
 
     def save(self, step: int, model: nn.Module, optimizer: Muon) -> None:

@@ -17,10 +17,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Counts
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.to_owners import ToOwners
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
     Budget,
@@ -33,7 +33,7 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.companion import size_of
+from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
@@ -323,7 +323,7 @@ def muon_parameter(
     (kept,) = state_layouts_of(
         rule.keeps(), [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), here, there, spec)]
     )
-    beside = tuple(each.companion for each in kept.values() if each.companion is not None)
+    beside = tuple(each.factored for each in kept.values() if each.factored is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
@@ -356,7 +356,7 @@ def _kept(rule: Rule, plan: Plan, rank: int) -> int:
     for parameter in plan.parameters:
         places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
         found += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
-        beside = (companion.layout for companion in parameter.companions if not companion.at_owner)
+        beside = (factored.layout for factored in parameter.factored_states if not factored.at_owner)
         found += sum(math.prod(layout.local_shape(rank)) for layout in beside)
     owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
     at_owner = [kind for kind in kinds if "×" in kind]

@@ -32,7 +32,7 @@ def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> in
         else:  # results of the previous bucket have arrived after the first portion
             peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
         peak = max(peak, elements + coming + _passed_on(under_way, results))
-        under_way = [(passage.sends, passage.receives) for passage in here.back] or [(0, 0)]
+        under_way = [(packed.sends, packed.receives) for packed in here.back] or [(0, 0)]
         peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
         if not here.fits:  # all exchanges but the last one are over before the next bucket is computed
             peak = max(peak, _passed_on(under_way, elements) + coming)
@@ -44,7 +44,7 @@ def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> in
 
 def _gathering(stage: Stage) -> int:
     """Return the elements of the buffers to send, receive and assemble a bucket; 0 if nothing is gathered."""
-    return stage.passage.sends + stage.passage.receives + stage.numel if stage.gathers else 0
+    return stage.to_owners.sends + stage.to_owners.receives + stage.numel if stage.gathers else 0
 
 
 def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:

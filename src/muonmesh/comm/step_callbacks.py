@@ -13,7 +13,7 @@ from muonmesh.layout.piece_table import PieceTable, Row
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
+class LocalBatch:
     """Equal matrices that only one rank holds and owns, so that they need no transfer, and one task computes them.
 
     Attributes:
@@ -44,7 +44,7 @@ class Batching:
         return count
 
 
-class CompanionState:
+class FactoredCallbacks:
     """State of rules by row, column or matrix: reads and writes the part that this rank stores.
 
     This base class is for a rank that stores none of it.
@@ -67,7 +67,7 @@ class CompanionState:
         """Store a piece of state that the owner has changed, unless its matrix stays unchanged."""
 
 
-class Summands:
+class SumCallbacks:
     """The sums of rules over whole matrices: computes this rank's contributions, and receives the results.
 
     This base class is for a rank that contributes nothing.
@@ -104,7 +104,7 @@ class Summands:
         """Receive the sums over a matrix, fp64 (sums,), and its owner's numbers of `tell`, before it is written."""
 
 
-class Work:
+class StepCallbacks:
     """The methods that an exchange calls to let the optimizer read, compute and write.
 
     This base class is the work of a rank that only takes part in the collectives of the other ranks: it sends zeros,
@@ -114,12 +114,12 @@ class Work:
     ``row.parameter`` of the plan, read as a contiguous array, and in a buffer.
 
     Attributes:
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         summands: This rank's contributions to sums over matrices.
     """
 
-    companions: CompanionState = CompanionState()
-    summands: Summands = Summands()
+    factored_states: FactoredCallbacks = FactoredCallbacks()
+    summands: SumCallbacks = SumCallbacks()
 
     def prepare(self, assignments: Sequence[int], elements: Elements, ahead: Sequence[int] = ()) -> None:
         """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization.
@@ -131,7 +131,7 @@ class Work:
         for _, into in elements:
             into.zero_()
 
-    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+    def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Let ``run(*memory)`` prepare, compute and finalize a batch; ``memory`` is for matrices and results."""
         run(*memory)
 

@@ -52,7 +52,7 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def telling_failure(*, alone: bool = False) -> Iterator[None]:
+def announcing_failure(*, alone: bool = False) -> Iterator[None]:
     """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
     global _failures
     try:
@@ -68,7 +68,7 @@ def telling_failure(*, alone: bool = False) -> Iterator[None]:
 
 
 def withdraw_failure() -> None:
-    """Delete the note that `telling_failure` wrote to the store, because this rank has made an optimizer after all."""
+    """Delete the note of `announcing_failure` from the store, because this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
@@ -167,7 +167,7 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
         if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
             raise PlanError(failed)
         if time.monotonic() >= until:
-            missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
+            missing = ranks_as_text([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
             what = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
             what += "parameters. If a rank has died, its launcher names it"
             raise PlanError(about("the first step", what))
@@ -191,7 +191,7 @@ def seconds_of_collectives() -> float:
 
 
 @contextmanager
-def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[None]:
+def naming_missing_ranks(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[None]:
     """Turn the error of a failed collective into a PlanError that names the collective, its step and missing ranks.
 
     gloo raises an error on every waiting rank when its timeout is over or a connection breaks. Each of these ranks then
@@ -213,7 +213,7 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
     except (PlanError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        told = f"The ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
+        told = f"The ranks {ranks_as_text(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
         told += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
         told += f"The cause as torch tells it: {reason(error)}"
         raise PlanError(about(when, told)) from error
@@ -252,13 +252,13 @@ def _told_by_store(ranks: Sequence[int], key: str, when: str, what: str) -> str:
     missing = [rank for rank in others if rank not in said]
     told = [f"Rank {rank} waited in {place}" for rank, place in said.items() if place != f"{when}, {what}"]
     if missing:
-        told.append(f"Missing: {told_ranks(missing)}")
+        told.append(f"Missing: {ranks_as_text(missing)}")
     elif not told:
         told.append("All of them waited, so a connection has failed")
     return ". ".join(told)
 
 
-def told_ranks(ranks: Sequence[int]) -> str:
+def ranks_as_text(ranks: Sequence[int]) -> str:
     """Return ranks as text; more than 16 ranks as the first, the last and their number."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
 

@@ -1,11 +1,11 @@
-"""Companion: state of a rule that is not per element (by row, column or matrix), and its layout.
+"""FactoredState: state of a rule that is not per element (by row, column or matrix), and its layout.
 
-A companion has the form of a parameter whose matrices have one column (or row, or element) each. Example: a fused
-weight of 40 × 24 with three matrices of 24, 8 and 8 rows has a companion of 40 × 1 for rows, 3 × 24 for columns and
-3 × 1 for matrices. A companion has the placements of the parameter's momentum. So routes, checkpoints and resharding
-treat it like any parameter.
+A factored state has the form of a parameter whose matrices have one column (or row, or element) each. Example: a fused
+weight of 40 × 24 with three matrices of 24, 8 and 8 rows has one of 40 × 1 for rows, 3 × 24 for columns and 3 × 1 for
+matrices. A factored state has the placements of the parameter's momentum. So routes, checkpoints and resharding treat
+it like any parameter.
 
-A companion with two sizes, such as "rows×rows", is as large as the matrices. It is kept at the owners, which
+A factored state with two sizes, such as "rows×rows", is as large as the matrices. It is kept at the owners, which
 orthogonalize the matrices, and does not travel. It is one tensor in which the parts of the matrices follow each other.
 """
 
@@ -21,19 +21,19 @@ from muonmesh.layout.layout import MeshLayout
 from muonmesh.layout.matrix import Matrix, MatrixSpec, assemble, parts_of, split_matrices
 
 Side = str
-"""The unit of a companion: one number for each of the "rows" or "cols" or for each "matrix"; or two sizes:
+"""The unit of a factored state: one number for each of the "rows" or "cols" or for each "matrix"; or two sizes:
 "rows×rows"."""
 
 
 def size_of(side: Side, rows: int, cols: int) -> tuple[int, int]:
-    """Return the size of the companion of a rows × cols matrix, as (rows, columns)."""
+    """Return the size of the factored state of a rows × cols matrix, as (rows, columns)."""
     sizes = {"rows": rows, "cols": cols}
     height, width = {"rows": "rows×1", "cols": "1×cols", "matrix": "1×1"}.get(side, side).split("×")
     return sizes.get(height) or int(height), sizes.get(width) or int(width)
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
+class FactoredState:
     """State of a rule for the matrices of a parameter under one key, by row, column or matrix.
 
     Attributes:
@@ -60,16 +60,16 @@ class Companion:
         return f"{self.key} by {self.side} {'at its owner' if self.at_owner else self.layout.describe()}"
 
 
-def companion_matrices(
+def factored_matrices(
     name: str, shape: Sequence[int], spec: MatrixSpec, side: Side
 ) -> tuple[tuple[int, ...], tuple[Matrix, ...]]:
-    """Return the shape of a companion and the part of it that belongs to each of a parameter's matrices.
+    """Return the shape of a factored state and the part of it that belongs to each of a parameter's matrices.
 
     Args:
         name: The parameter's name.
         shape: Its global shape.
         spec: How the parameter splits, see `split_matrices`.
-        side: The unit of the companion that has one number.
+        side: The unit of the factored state that has one number.
 
     Raises:
         ValueError: the spec is unknown or does not fit the shape.
@@ -98,15 +98,15 @@ def companion_matrices(
     return tuple(shrunk), assemble(name, own)
 
 
-def companions_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
-    """Return the layouts of companions whose parameters share a flat buffer; the companions share one of their own.
+def factored_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
+    """Return the layouts of factored states whose parameters share a flat buffer; they share a buffer of their own.
 
-    In each replica, a rank holds the same fraction of the companion as of the parameter, in the order of the ranks. So
-    if each rank holds one interval, as in ZeRO, the number of a row is on the rank of the row's first element.
+    In each replica, a rank holds the same fraction of the factored state as of the parameter, in the order of the
+    ranks. So if each rank holds one interval, as in ZeRO, a row's number is on the rank of the row's first element.
 
     Args:
-        pairs: For each name the layout of a parameter and the shape of its companion, in the same order on all ranks.
-            All these parameters are on the same ranks.
+        pairs: For each name the layout of a parameter and the shape of its factored state, in the same order on all
+            ranks. All these parameters are on the same ranks.
     """
     filled: dict[int, int] = {}
     intervals: dict[str, dict[int, Interval]] = {}

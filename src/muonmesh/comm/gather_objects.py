@@ -17,13 +17,13 @@ _device = torch.device("cpu")
 """The device of the parameters. Torch sends objects by the current device, which several ranks may have in common."""
 
 
-def send_by(device: torch.device) -> None:
+def send_objects_by(device: torch.device) -> None:
     """Let the messages of this process travel by a device from now on: that of its parameters."""
     global _device
     _device = device
 
 
-def tell_all(
+def gather_objects(
     mine: T,
     error: Exception | None = None,
     *,
@@ -63,13 +63,13 @@ def tell_all(
     return [value for value, _ in everyone]
 
 
-def tell_by_rank(mine: T, error: Exception | None = None, *, group: dist.ProcessGroup | None) -> dict[int, T]:
-    """Gather an object from every rank of a group as `tell_all` does; return the objects by rank."""
+def gather_objects_by_rank(mine: T, error: Exception | None = None, *, group: dist.ProcessGroup | None) -> dict[int, T]:
+    """Gather an object from every rank of a group as `gather_objects` does; return the objects by rank."""
     ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
-    return dict(zip(ranks, tell_all(mine, error, group=group), strict=True))
+    return dict(zip(ranks, gather_objects(mine, error, group=group), strict=True))
 
 
-def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
+def results_of_all_ranks(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
     """Call ``work`` on each rank, and return the results of all ranks in order. All ranks call this.
 
     The results are pickled.
@@ -84,4 +84,4 @@ def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> l
         mine = work()
     except Exception as error:
         failure = error
-    return tell_all(mine, failure, kind=kind)
+    return gather_objects(mine, failure, kind=kind)

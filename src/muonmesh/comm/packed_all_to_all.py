@@ -1,4 +1,4 @@
-"""Passage: the pieces that one collective moves between a rank and its peers, copied to and from the wire buffer."""
+"""PackedAllToAll: the pieces that one collective moves between a rank and its peers, in its two wire buffers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.views import in_buffer, view_in_storage
-from muonmesh.comm.wire import Swap
 from muonmesh.layout.piece_table import PieceTable, Row, joined
 from muonmesh.layout.plan import Routes
 
@@ -18,7 +18,7 @@ CopyPairs = tuple[tuple[Tensor, Tensor], ...]
 """Pairs of tensors to copy, (to, from), both of the same shape."""
 
 
-class Passage:
+class PackedAllToAll:
     """The pieces that one collective moves between this rank and its peers, in one direction.
 
     Args:
@@ -59,11 +59,11 @@ class Passage:
         """Whether this rank sends elements of its own matrices."""
         return bool(self._copies)
 
-    def sends_as(self, other: Passage) -> bool:
+    def sends_as(self, other: PackedAllToAll) -> bool:
         """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
         return self._copies == other._copies and not self._passed_on and not other._passed_on
 
-    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
+    def passed_on(self, arrived: PackedAllToAll, receive: Tensor, send: Tensor) -> CopyPairs:
         """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
         if not self._passed_on:
             return ()
@@ -71,9 +71,9 @@ class Passage:
         pairs = [(row, rows[row.assignment, row.piece]) for row in self._passed_on]
         return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
-    def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
+    def all_to_all(self, what: str, send: Tensor, receive: Tensor) -> AllToAll:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
-        return Swap(what, send[: self.sends], receive[: self.receives], self.sent, self.received)
+        return AllToAll(what, send[: self.sends], receive[: self.receives], self.sent, self.received)
 
     def on_wire(self, buffer: int) -> list[Row]:
         """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""
