@@ -157,7 +157,7 @@ def nothing_travels() -> Iterator[None]:
     all_to_all = Communicator.start
 
     def over(communicator: Communicator, moved: AllToAll) -> PendingCollective:
-        return PendingCollective(moved.what, (), [])
+        return PendingCollective(moved.name, (), [])
 
     Communicator.start = over  # type: ignore[method-assign]
     try:
@@ -263,7 +263,7 @@ class Moving(threading.Thread):
 
     def __init__(self, transfer: PendingCollective) -> None:
         super().__init__()
-        self.what, self.begin, self.end = transfer.what, time.time(), 0.0
+        self.name, self.begin, self.end = transfer.name, time.time(), 0.0
         self.works, transfer.works = transfer.works, []
         self.start()
 
@@ -297,7 +297,7 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
     def named_finish(communicator: Communicator, transfer: PendingCollective | None) -> None:
         if transfer is None:
             return
-        with record_function(f"muonmesh|waits|{transfer.what}"):
+        with record_function(f"muonmesh|waits|{transfer.name}"):
             moving.append(under_way.pop(id(transfer)))
             moving[-1].join()
             finish(communicator, transfer)
@@ -349,8 +349,8 @@ def spans_of(one: Any, moved: Sequence[Moving]) -> list[Found]:
             _, stage, about = event.name().split("|")
             spans.append({"lane": "host", "stage": stage, "bucket": bucket_in(about), "begin": begin, "end": end})
     for moving in moved:
-        stage = "3 gather" if "gather" in moving.what else "5 scatter"
-        span = {"lane": "wire", "stage": stage, "bucket": bucket_in(moving.what)}
+        stage = "3 gather" if "gather" in moving.name else "5 scatter"
+        span = {"lane": "wire", "stage": stage, "bucket": bucket_in(moving.name)}
         spans.append({**span, "begin": moving.begin, "end": moving.end})
     return without_waits(spans)
 

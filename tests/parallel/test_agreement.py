@@ -42,7 +42,7 @@ def asked(said: dict[str, Said], way: str) -> Agreed:
         return communicator.ask(AGREEMENT, said, torch.device("cpu"), "a test")
     op = dist.ReduceOp.MAX if way == "largest" else dist.ReduceOp.SUM
     values = torch.full((0,) if way == "sum of nothing" else (2, 3), 1.5 + dist.get_rank(), dtype=torch.float64)
-    found, agreed = AGREEMENT.ask(said, values, partial(communicator.reduce, op=op, what="a test"))
+    found, agreed = AGREEMENT.ask(said, values, partial(communicator.reduce, op=op, name="a test"))
     assert torch.equal(found, torch.full_like(values, 3.5 if way == "largest" else 1.5 * RANKS + 3)), "values are apart"
     return agreed
 
@@ -54,7 +54,7 @@ def answers(said: list[dict[str, Any]], way: str, tensors: bool) -> dict[str, An
     agreed = asked(mine, way)
     single = ("error", "replan", "follows", "one", "some", "none")
     tensors_told: dict[str, Tensor] = {name: agreed.any(name) for name in single}
-    tensors_told |= {f"each {name}": agreed.each(name) for name in ("some", "alike")}
+    tensors_told |= {f"each {name}": agreed.answers(name) for name in ("some", "alike")}
     tensors_told |= {f"{name} differs": agreed.differs(name) for name in ("alike", "number")}
     tensors_told |= {"differs": agreed.differs().any(), "error or one": agreed.any("error", "one")}
     assert all(answer.dtype == torch.bool for answer in tensors_told.values())

@@ -252,7 +252,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
 
     def begun(moved: Any) -> Any:
         transfer = all_to_all(moved)
-        if "scatter" in moved.what:
+        if "scatter" in moved.name:
             going.add(id(transfer))
         return transfer
 

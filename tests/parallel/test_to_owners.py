@@ -172,7 +172,7 @@ class Reduced(mm.GradientSource):
     def at_momentum(self, parameter: Tensor) -> bool:
         return parameter in self.numbers
 
-    def place(self, matrices: Any) -> Any:
+    def momentum_storages(self, matrices: Any) -> Any:
         self.numbers = {tensor: number % storage.copies for number, (_, tensor, storage) in enumerate(matrices)}
         return [on_replica(storage, self.numbers[tensor]) for _, tensor, storage in matrices]
 
@@ -389,7 +389,7 @@ def order_of_collectives(connections: str) -> list[tuple[str, str]]:
     honest = Communicator.start
 
     def all_to_all(communicator: Communicator, moved: AllToAll) -> PendingCollective:
-        begun.append((communicator.group.group_name, moved.what))
+        begun.append((communicator.group.group_name, moved.name))
         return honest(communicator, moved)
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections

@@ -98,7 +98,7 @@ def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
     assert [factored.local_shape(rank) for rank in range(4)] == [(3, 1), (3, 1), (3, 1), (1, 1)]
     flat = FlatShards.cut((3, 4), (0, 1, 2), (0, 5, 6, 12))  # the second row begins on rank 0, the third on rank 2
     (found,) = factored_in_buffers({"w": (flat, (3, 1))}).values()
-    assert [[i.length for i in found.held(rank)] for rank in range(3)] == [[2], [], [1]]
+    assert [[i.length for i in found.intervals_of(rank)] for rank in range(3)] == [[2], [], [1]]
 
 
 def check(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout, side: Side) -> None:
@@ -153,7 +153,7 @@ def test_in_flat_buffers_each_owner_gets_every_number_once(held: fuzzing.Held) -
         for number, (shape, spec) in enumerate(zip(held.shapes, held.specs, strict=True)):
             check(shape, spec, found[str(number)], held.targets[number], side)
         for rank in held.targets[0].ranks:  # end to end, without gaps or overlaps
-            lengths = [interval for layout in found.values() for interval in layout.held(rank)]
+            lengths = [interval for layout in found.values() for interval in layout.intervals_of(rank)]
             position = 0
             for interval in lengths:
                 assert interval.start == position

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 class Two(Batching):
     """Two matrices at once."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 2
 
 
@@ -93,7 +93,7 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
     for rank in plan.ranks:
         schedule = Schedule(plan, rank, plan.ranks, torch.float32, CPU, Two())
         reads, writes = Counter[Any](), Counter[Any]()
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
             reads.update((row.assignment, row.piece) for row in local.reads.rows)
             writes.update((row.assignment, row.piece) for row in local.writes.rows)
             for table in (local.reads, local.writes):

@@ -73,7 +73,7 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
 class Two(Batching):
     """Two matrices at once."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 2
 
 
@@ -177,7 +177,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     owned = 0
     ranks = schedules(plan, Two())
     for rank, schedule in enumerate(ranks):
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
             owned += len(local.assignments)
             assert len(local.assignments) <= 2
             batch = torch.zeros(len(local.assignments), math.prod(local.shape), dtype=torch.float64)
@@ -227,8 +227,8 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
     ]
     schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
     assert schedule.stages == []
-    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.left]
-    assert sorted(len(alike.assignments) for alike in schedule.left) == [1, 3]  # a tall matrix is assembled wide
+    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.trailing]
+    assert sorted(len(alike.assignments) for alike in schedule.trailing) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 
@@ -310,7 +310,7 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
 class One(Batching):
     """A task for each matrix."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 1
 
 

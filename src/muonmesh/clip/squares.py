@@ -52,10 +52,10 @@ def place_of(group: Mapping[str, Any], name: str, parameter: Tensor, source: Gra
     """
     apart = source.norm_apart(parameter)
     if apart is not None and apart not in source.norms_apart:
-        found = f"norm_apart() = {apart!r}"
+        problem = f"norm_apart() = {apart!r}"
         needed = f"one of the names in norms_apart: {', '.join(source.norms_apart) or 'it has none'}"
         write = "Correct norm_apart() of the GradientSource, or its norms_apart"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     return scale_kind_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
 
 
@@ -91,22 +91,22 @@ def add_squares(
         partial gradient together.
     """
     error: Exception | None = None
-    found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
+    measured_parts = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
     for member in itertools.chain(planned.muon, *planned.adamw):
         if member is None or scale_kind_of(groups[member.group]) not in measured or not source.counted(member.tensor):
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
-            place = place_of(groups[member.group], member.name, member.tensor, source)
+            position = place_of(groups[member.group], member.name, member.tensor, source)
         except Exception as wrong:  # whatever a source raises: the other ranks wait for this rank
             error = error or wrong
             continue
         if gradient is None:
             continue
         storage = member.gradient_storage
-        found += [(place, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
-    if found:
-        places, parts, copies = zip(*found, strict=True)
+        measured_parts += [(position, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
+    if measured_parts:
+        places, parts, copies = zip(*measured_parts, strict=True)
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / stored_by)
@@ -125,12 +125,12 @@ def reduce_squares(vector: Tensor, exchange: Exchange, group: dist.ProcessGroup 
         group: The process group with other sets to clip with; None if there are none.
     """
     ranks = [] if group is None else dist.get_process_group_ranks(group)
-    here = sum(rank in exchange.plan.ranks for rank in ranks)
-    if here == len(ranks):
+    count = sum(rank in exchange.plan.ranks for rank in ranks)
+    if count == len(ranks):
         return exchange.reduce_sums(vector)
-    if here < len(exchange.plan.ranks):
+    if count < len(exchange.plan.ranks):
         exchange.reduce_sums(vector)
-        vector /= here
+        vector /= count
     return reduce_beyond(vector, group)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from muonmesh.comm.agreement import Agreed, Agreement, Said
 from muonmesh.comm.rendezvous import naming_missing_ranks
 
-_made: Counter[tuple[int, ...]] = Counter()
+_communicator_counts: Counter[tuple[int, ...]] = Counter()
 """Number of communicators that this process has made for each set of ranks. The ranks of a set make them together."""
 
 _TAGS = 2**16
@@ -64,14 +64,14 @@ class AllToAll:
     """One collective that moves elements between all ranks, for one bucket in one direction.
 
     Attributes:
-        what: The name of the collective in errors.
+        name: The name of the collective in errors.
         send: The send buffer, with a segment for each rank in the order of the group; this rank's segment is empty.
         receive: The receive buffer, with a segment from each rank; this rank's segment is empty.
         sent: Number of elements of each segment of ``send``.
         received: Number of elements of each segment of ``receive``.
     """
 
-    what: str
+    name: str
     send: Tensor
     receive: Tensor
     sent: list[int]
@@ -82,7 +82,7 @@ class AllToAll:
 class PendingCollective:
     """A collective under way. It keeps the buffers that it reads and writes; ``works`` is empty when it is over."""
 
-    what: str
+    name: str
     memory: tuple[Tensor, ...]
     works: list[dist.Work]
 
@@ -104,25 +104,25 @@ class Communicator:
         self.peers = ranks if group is None else tuple(dist.get_process_group_ranks(group))
         self.counts = Counts()
         self.steps = 0
-        self._key = f"waited/{ranks}/{_made[ranks]}"
-        _made[ranks] += 1
+        self._key = f"waited/{ranks}/{_communicator_counts[ranks]}"
+        _communicator_counts[ranks] += 1
         self._gloo = group is not None and "cpu:gloo" in dist.get_backend_config(group)
         if self._gloo:
             _let_threads_go()
-        first = _TAGS * (_made[ranks] % 2**14)
+        first = _TAGS * (_communicator_counts[ranks] % 2**14)
         self._tags = itertools.cycle(range(first, first + _TAGS))
 
-    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, what: str, *, counted: bool = True) -> Tensor:
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType, name: str, *, counted: bool = True) -> Tensor:
         """Reduce a small vector over all ranks elementwise and in place, and return it.
 
         Args:
             values: The vector.
             op: The operation, such as the maximum.
-            what: The name of the reduction in errors.
+            name: The name of the reduction in errors.
             counted: Whether ``counts`` counts it as a collective of a step.
         """
         if self.group is not None:
-            with self._naming_missing_ranks(what):
+            with self._naming_missing_ranks(name):
                 dist.all_reduce(values, op=op, group=self.group)
             self.counts.collectives += counted
         return values
@@ -132,14 +132,14 @@ class Communicator:
         self.steps += 1
         self.counts = Counts()
 
-    def ask(self, agreement: Agreement, said: Mapping[str, Said], device: torch.device, what: str) -> Agreed:
-        """Return what all ranks say; ``said`` is what this rank says, and ``what`` names the reduction in errors."""
-        return Agreed(agreement, self.reduce(agreement.vector(said, device), dist.ReduceOp.MAX, what))
+    def ask(self, agreement: Agreement, answers: Mapping[str, Said], device: torch.device, name: str) -> Agreed:
+        """Return what all ranks say; ``answers`` is what this rank says, and ``name`` names the reduction in errors."""
+        return Agreed(agreement, self.reduce(agreement.vector(answers, device), dist.ReduceOp.MAX, name))
 
-    def agree(self, agreement: Agreement, said: Mapping[str, Said], device: torch.device) -> Agreed:
+    def agree(self, agreement: Agreement, answers: Mapping[str, Said], device: torch.device) -> Agreed:
         """Begin a step: return what all ranks say before it."""
         self.begin_step()
-        return self.ask(agreement, said, device, "the agreement before the step")
+        return self.ask(agreement, answers, device, "the agreement before the step")
 
     def start(self, move: AllToAll) -> PendingCollective:
         """Start to move elements between all ranks of the connected set. All these ranks call this.
@@ -148,7 +148,7 @@ class Communicator:
         instead, because in gloo's own collective one direction of a link waits for the other.
         """
         send, receive = move.send, move.receive
-        with self._naming_missing_ranks(move.what):
+        with self._naming_missing_ranks(move.name):
             if self._gloo and send.device.type == "cpu":
                 works = self._messages(move)
             else:
@@ -158,7 +158,7 @@ class Communicator:
         self.counts.collectives += 1
         self.counts.bytes_sent += send.numel() * send.element_size()
         self.counts.bytes_received += receive.numel() * receive.element_size()
-        return PendingCollective(move.what, (send, receive), [work for work in works if work is not None])
+        return PendingCollective(move.name, (send, receive), [work for work in works if work is not None])
 
     def _messages(self, move: AllToAll) -> list[dist.Work | None]:
         tag = next(self._tags)
@@ -174,10 +174,10 @@ class Communicator:
     def finish(self, transfer: PendingCollective | None) -> None:
         """Wait for a transfer, if there is one."""
         if transfer is not None:
-            with self._naming_missing_ranks(transfer.what):
+            with self._naming_missing_ranks(transfer.name):
                 for work in transfer.works:
                     work.wait()
             transfer.works, transfer.memory = [], ()
 
-    def _naming_missing_ranks(self, what: str) -> AbstractContextManager[None]:
-        return naming_missing_ranks(self.ranks, self._key, f"step {self.steps}", what)
+    def _naming_missing_ranks(self, name: str) -> AbstractContextManager[None]:
+        return naming_missing_ranks(self.ranks, self._key, f"step {self.steps}", name)

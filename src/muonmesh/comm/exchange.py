@@ -95,29 +95,29 @@ class Exchange:
             self.plan, self.communicator.rank, self.communicator.peers, self._dtype, self._device, self._batching
         )
 
-    def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
-        """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
-        return self.communicator.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
+    def reduce_sums(self, sums: Tensor, *, name: str = "the sum of the norms") -> Tensor:
+        """Return the elementwise sum of an fp64 vector over all ranks; ``name`` names it in errors."""
+        return self.communicator.reduce(sums, dist.ReduceOp.SUM, name, counted=False)
 
     def run(self, callbacks: StepCallbacks) -> None:
         """Run one step for every matrix of the plan. All ranks of the group call this."""
         if self._carried is not None:
             self._carried.gather(callbacks.factored_states)
-        before, here, stages = None, None, self.schedule.stages
+        before, current, stages = None, None, self.schedule.stages
         if stages:
-            here = self._gather(stages[0], callbacks)
+            current = self._gather(stages[0], callbacks)
         callbacks.step_elementwise()  # while the first bucket travels
-        while here is not None:
-            ahead = stages[here.stage.number + 1 :]
+        while current is not None:
+            ahead = stages[current.stage.number + 1 :]
             after = self._gather(ahead[0], callbacks) if ahead else None
-            self._compute(here, before, callbacks)
-            self._scatter(here)
-            self._write_what_stays(here, callbacks)
-            self._run_local(here.stage.local, callbacks)
-            if not here.stage.fits:  # there is no memory for the next bucket beside two such exchanges
-                self._pass_on(here, callbacks)
-            before, here = here, after
-        self._run_local(self.schedule.left, callbacks)
+            self._compute(current, before, callbacks)
+            self._scatter(current)
+            self._write_what_stays(current, callbacks)
+            self._run_local(current.stage.local, callbacks)
+            if not current.stage.fits:  # there is no memory for the next bucket beside two such exchanges
+                self._pass_on(current, callbacks)
+            before, current = current, after
+        self._run_local(self.schedule.trailing, callbacks)
         self._receive(before, callbacks)
         if self._carried is not None:
             self._carried.scatter(callbacks.factored_states)
@@ -174,27 +174,27 @@ class Exchange:
         order = sorted(range(len(tasks)), key=lambda number: -costs[number])
         run_all([tasks[number][1] for number in order], device=self._device, costs=[costs[number] for number in order])
 
-    def _compute(self, here: _UnderWay, before: _UnderWay | None, callbacks: StepCallbacks) -> None:
+    def _compute(self, current: _UnderWay, before: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Assemble this rank's matrices from the received pieces and orthogonalize them; then receive earlier results.
 
         If nothing was gathered, matrices are read and orthogonalized some at a time, because there is no memory for all
         of them with their squares. The results of the stage before are received after the first of these batches, which
         frees their memory.
         """
-        self.communicator.finish(here.transfer)
-        if here.gather is not None:
-            self._copy(here.gather.arriving)
-            matrices, here.gather, here.transfer = here.gather.matrices, None, None  # frees the wire buffers
-            here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), callbacks)
+        self.communicator.finish(current.transfer)
+        if current.gather is not None:
+            self._copy(current.gather.arriving)
+            matrices, current.gather, current.transfer = current.gather.matrices, None, None  # frees the wire buffers
+            current.results = self._orthogonalize(self.schedule.batches(current.stage, matrices), callbacks)
             del matrices
         else:
-            for moving, reads, batches in self.schedule.portions(here.stage):
-                callbacks.prepare(moving, reads, self._ahead(here.stage))
-                here.results = (*here.results, *self._orthogonalize(batches, callbacks))
+            for moving, reads, batches in self.schedule.portions(current.stage):
+                callbacks.prepare(moving, reads, self._ahead(current.stage))
+                current.results = (*current.results, *self._orthogonalize(batches, callbacks))
                 del reads, batches  # frees the matrices
                 self._receive(before, callbacks)
         self._receive(before, callbacks)
-        here.staying = Elements(here.stage.staying, here.results)
+        current.staying = Elements(current.stage.staying, current.results)
 
     def _orthogonalize(self, batches: Sequence[Batch], callbacks: StepCallbacks) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
@@ -202,60 +202,60 @@ class Exchange:
         self.communicator.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
         return tuple(out for _, out, _ in batches)
 
-    def _scatter(self, here: _UnderWay) -> None:
+    def _scatter(self, current: _UnderWay) -> None:
         """Start the next exchange of results, if there is one; free the results after the last copy."""
-        if not here.stage.back:
-            here.results = ()
+        if not current.stage.back:
+            current.results = ()
             return
-        received = None if here.arrived is None else here.arrived.buffers[0]
-        one = self.schedule.scatter(here.stage, here.exchanged, here.results, received, here.send)
-        self._copy(one.leaving)
-        here.arrived, here.send = one.arrived, one.all_to_all.send if one.again else None
-        here.transfer, here.exchanged = self.communicator.start(one.all_to_all), here.exchanged + 1
-        if one.last:
-            here.results = ()
+        received = None if current.arrived is None else current.arrived.buffers[0]
+        exchange = self.schedule.scatter(current.stage, current.exchanged, current.results, received, current.send)
+        self._copy(exchange.leaving)
+        current.arrived, current.send = exchange.arrived, exchange.all_to_all.send if exchange.again else None
+        current.transfer, current.exchanged = self.communicator.start(exchange.all_to_all), current.exchanged + 1
+        if exchange.last:
+            current.results = ()
 
-    def _pass_on(self, here: _UnderWay, callbacks: StepCallbacks) -> None:
+    def _pass_on(self, current: _UnderWay, callbacks: StepCallbacks) -> None:
         """Run the remaining exchanges of results; the last one is still under way when this returns.
 
         One exchange travels while the results of the previous exchange are written, so there is memory for two.
         """
-        while here.exchanged < len(here.stage.back):
-            arrived = here.arrived
-            self.communicator.finish(here.transfer)
-            self._scatter(here)
-            self._write(here, arrived, callbacks)
+        while current.exchanged < len(current.stage.back):
+            arrived = current.arrived
+            self.communicator.finish(current.transfer)
+            self._scatter(current)
+            self._write(current, arrived, callbacks)
 
-    def _write_what_stays(self, here: _UnderWay, callbacks: StepCallbacks) -> None:
+    def _write_what_stays(self, current: _UnderWay, callbacks: StepCallbacks) -> None:
         """Write results that stayed on this rank while others travel, unless sums must be computed first."""
-        if not here.summed and here.staying is not None:
-            callbacks.finalize(here.staying)
-            here.staying = None
+        if not current.summed and current.staying is not None:
+            callbacks.finalize(current.staying)
+            current.staying = None
 
-    def _receive(self, here: _UnderWay | None, callbacks: StepCallbacks) -> None:
+    def _receive(self, current: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Receive and write the results of a stage, if this has not been done."""
-        if here is not None:
-            self._pass_on(here, callbacks)
-            self.communicator.finish(here.transfer)
-            arrived, here.arrived, here.transfer = here.arrived, None, None
-            self._write(here, arrived, callbacks)
+        if current is not None:
+            self._pass_on(current, callbacks)
+            self.communicator.finish(current.transfer)
+            arrived, current.arrived, current.transfer = current.arrived, None, None
+            self._write(current, arrived, callbacks)
 
-    def _write(self, here: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
+    def _write(self, current: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Write results that have arrived, after the sums over their matrices."""
-        self._sum(here, arrived, callbacks)
+        self._sum(current, arrived, callbacks)
         if arrived is not None:
             callbacks.finalize(arrived)
 
-    def _sum(self, here: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
+    def _sum(self, current: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.
 
         These matrices are not written before. All summands of this rank have stayed here or have arrived.
         """
-        if here.summed:
-            views = [view for some in (here.staying, arrived) if some is not None for view in some]
-            self._matrix_sums.take(here.summed, views, callbacks.summands, what=here.stage.name)
-            here.summed = {}
-            self._write_what_stays(here, callbacks)
+        if current.summed:
+            views = [view for elements in (current.staying, arrived) if elements is not None for view in elements]
+            self._matrix_sums.take(current.summed, views, callbacks.summands, name=current.stage.name)
+            current.summed = {}
+            self._write_what_stays(current, callbacks)
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)

@@ -21,7 +21,7 @@ from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.layout.piece_table import NOWHERE
 
 
-def ways_of(plan: Plan, rank: int, peers: Sequence[int]) -> dict[str, tuple[PackedAllToAll, bool]]:
+def directions_of(plan: Plan, rank: int, peers: Sequence[int]) -> dict[str, tuple[PackedAllToAll, bool]]:
     """Return the passages "gather" (to the owners) and "scatter" (back), each with whether any rank sends anything."""
     moves = {"gather": plan.gathers(0), "scatter": plan.scatters(0)}
     routes = {name: plan.routes(0, rank, gather=name == "gather") for name in moves}
@@ -48,8 +48,8 @@ class FactoredExchange:
     device: torch.device
 
     @cached_property
-    def _ways(self) -> dict[str, tuple[PackedAllToAll, bool]]:
-        return ways_of(self.carried.plan, self.communicator.rank, self.communicator.peers)
+    def _directions(self) -> dict[str, tuple[PackedAllToAll, bool]]:
+        return directions_of(self.carried.plan, self.communicator.rank, self.communicator.peers)
 
     @cached_property
     def _owned(self) -> dict[int, Tensor]:
@@ -64,11 +64,11 @@ class FactoredExchange:
     def gather(self, state: FactoredCallbacks) -> None:
         """Send all factored states to their owners, and pass them to ``state`` there. All ranks call this."""
         self._move("gather", state.read)
-        kept: dict[int, dict[str, Tensor]] = {}
+        states_by_assignment: dict[int, dict[str, Tensor]] = {}
         for number, numbers in self._owned.items():
             assignment, factored = self.carried.of[number]
-            kept.setdefault(assignment, {})[factored.key] = numbers
-        state.take(kept)
+            states_by_assignment.setdefault(assignment, {})[factored.key] = numbers
+        state.take(states_by_assignment)
 
     def scatter(self, state: FactoredCallbacks) -> None:
         """Send the factored states that the owners have changed to all ranks that store them. All ranks call this."""
@@ -76,7 +76,7 @@ class FactoredExchange:
 
     def _move(self, name: str, stored: Callable[[int, str, Piece, Tensor], None]) -> None:
         """Move the factored states in one direction; ``stored`` reads or writes the pieces that this rank stores."""
-        (packed, moves), gathers = self._ways[name], name == "gather"
+        (packed, moves), gathers = self._directions[name], name == "gather"
         rows = [row.in_matrix(row.assignment, 0) for row in packed.stored.get(self.communicator.rank, ())]
         send, receive = (torch.empty(n, dtype=self.dtype, device=self.device) for n in (packed.sends, packed.receives))
         all_to_all = packed.all_to_all(f"the {name} of what rules keep", send, receive)

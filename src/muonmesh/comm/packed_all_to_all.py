@@ -71,9 +71,9 @@ class PackedAllToAll:
         pairs = [(row, rows[row.assignment, row.piece]) for row in self._passed_on]
         return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
-    def all_to_all(self, what: str, send: Tensor, receive: Tensor) -> AllToAll:
+    def all_to_all(self, name: str, send: Tensor, receive: Tensor) -> AllToAll:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
-        return AllToAll(what, send[: self.sends], receive[: self.receives], self.sent, self.received)
+        return AllToAll(name, send[: self.sends], receive[: self.receives], self.sent, self.received)
 
     def on_wire(self, buffer: int) -> list[Row]:
         """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""

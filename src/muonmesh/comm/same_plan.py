@@ -37,26 +37,28 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
         PlanError: always.
     """
     everyone = gather_objects_by_rank(dict(lines), group=group)
-    for name in dict.fromkeys(name for some in everyone.values() for name in some):
-        told = {rank: some[name] for rank, some in everyone.items() if name in some}
-        first, *rest = told
-        other = next((rank for rank in rest if told[rank] != told[first]), None)
+    for name in dict.fromkeys(name for lines_of_rank in everyone.values() for name in lines_of_rank):
+        line_by_rank = {rank: lines_of_rank[name] for rank, lines_of_rank in everyone.items() if name in lines_of_rank}
+        first, *rest = line_by_rank
+        other = next((rank for rank in rest if line_by_rank[rank] != line_by_rank[first]), None)
         if other is not None:
-            mine, theirs = _difference(told[first], told[other])
-            found = f"{mine} on rank {first} and {theirs} on rank {other}"
+            entry, other_entry = _difference(line_by_rank[first], line_by_rank[other])
+            problem = f"{entry} on rank {first} and {other_entry} on rank {other}"
             needed = "the same settings and dtypes on every rank that holds it"
             write = "Set the groups alike on every rank; a schedule must not depend on the rank"
-            if mine.startswith("state loaded=") or CHECKSUM in mine:
+            if entry.startswith("state loaded=") or CHECKSUM in entry:
                 needed = "the same weights and state on every rank that holds it"
                 write = "Seed alike before you build the model, or broadcast its weights. Load state on every rank"
-            raise PlanError(explain_error(name, found, needed, write))
-    what = "The settings of the param groups differ between ranks. Set them alike on every rank"
-    raise PlanError(about("the groups", what))
+            raise PlanError(explain_error(name, problem, needed, write))
+    message = "The settings of the param groups differ between ranks. Set them alike on every rank"
+    raise PlanError(about("the groups", message))
 
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
     """Return the names of all ranks of a group, each name once and in the same order on every rank."""
-    return list(dict.fromkeys(name for some in gather_objects(list(names), group=group) for name in some))
+    return list(
+        dict.fromkeys(name for names_of_rank in gather_objects(list(names), group=group) for name in names_of_rank)
+    )
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
@@ -70,22 +72,22 @@ def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
         PlanError: a rank lacks a parameter that it shares according to another rank, or describes it differently. The
             message names the first difference.
     """
-    lines = [{_key(p): describe(p) for some in view for p in some} for view in views]
-    place = {rank: number for number, rank in enumerate(ranks)}
-    everything = {_key(p): p for view in views for some in view for p in some}
-    for key, parameter in everything.items():
-        told = {rank: lines[place[rank]].get(key) for rank in parameter.target.ranks if rank in place}
-        if len(set(told.values())) > 1:
-            first, *rest = told
-            other = next(rank for rank in rest if told[rank] != told[first])
-            a, b = lines[place[first]], lines[place[other]]
+    lines = [{_key(p): describe(p) for parameters_of_kind in view for p in parameters_of_kind} for view in views]
+    number_of = {rank: number for number, rank in enumerate(ranks)}
+    by_key = {_key(p): p for view in views for parameters_of_kind in view for p in parameters_of_kind}
+    for key, parameter in by_key.items():
+        line_by_rank = {rank: lines[number_of[rank]].get(key) for rank in parameter.target.ranks if rank in number_of}
+        if len(set(line_by_rank.values())) > 1:
+            first, *rest = line_by_rank
+            other = next(rank for rank in rest if line_by_rank[rank] != line_by_rank[first])
+            a, b = lines[number_of[first]], lines[number_of[other]]
             raise _first_difference(first, list(a.values()), other, list(b.values()))
     if all(list(a) == list(lines[0]) for a in lines):
         return views[0]
-    names = sorted(everything)
+    names = sorted(by_key)
     return View(
-        tuple(p for key in names if isinstance(p := everything[key], Parameter)),
-        tuple(p for key in names if isinstance(p := everything[key], Elementwise)),
+        tuple(p for key in names if isinstance(p := by_key[key], Parameter)),
+        tuple(p for key in names if isinstance(p := by_key[key], Elementwise)),
     )
 
 
@@ -106,7 +108,7 @@ def _difference(a: str, b: str) -> tuple[str, str]:
     The numbers of a tuple, such as AdamW's betas, are one entry.
     """
     pairs = zip(*(re.split(r", (?=[A-Za-z_])", line) for line in (a, b)), strict=False)
-    return next(((one, two) for one, two in pairs if one != two), (a, b))
+    return next(((entry, two) for entry, two in pairs if entry != two), (a, b))
 
 
 def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
@@ -115,7 +117,8 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
 
 def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
     pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
-    found = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    what = f"Rank {a} has '{found[0]}', where rank {b} has '{found[1]}'. Every rank needs the same parameters, in the "
-    what += "same order, with the same settings. Build the model and the param groups in the same way on every rank"
-    return PlanError(about("the plans differ", what))
+    difference = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
+    message = f"Rank {a} has '{difference[0]}', where rank {b} has '{difference[1]}'. Every rank needs the same "
+    message += "parameters, in the same order, with the same settings. Build the model and the param groups in the "
+    message += "same way on every rank"
+    return PlanError(about("the plans differ", message))

@@ -150,7 +150,7 @@ class Schedule:
 
     Attributes:
         stages: The stages, in their order.
-        left: Local matrices after the last stage, those of one task together.
+        trailing: Local matrices after the last stage, those of one task together.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Schedule:
         batching: Batching | None = None,
     ) -> None:
         batching = batching or Batching()
-        self.stages, self.left = stages_of(plan, rank, peers, batching, on_device=device.type != "cpu")
+        self.stages, self.trailing = stages_of(plan, rank, peers, batching, on_device=device.type != "cpu")
         self._dtype, self._device = dtype, device
 
     def gather(self, stage: Stage) -> Gather:
@@ -216,19 +216,19 @@ class Schedule:
         packed, *later = stage.back[index:]
         receive = self._memory("scatter.receive", stage.first + index, packed.receives)
         send = self._memory("scatter.send", 0, packed.sends) if sent is None else sent
-        told = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
-        all_to_all = packed.all_to_all(f"the scatter of {stage.name}{told}", send, receive)
+        suffix = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
+        all_to_all = packed.all_to_all(f"the scatter of {stage.name}{suffix}", send, receive)
         copies = packed.copies(stage.by_assignment(results), all_to_all.send) if results and sent is None else ()
         leaving = tuple((wire, matrix) for matrix, wire in copies)
         if received is not None:
             leaving += packed.passed_on(stage.back[index - 1], received, all_to_all.send)
         again = bool(later) and later[0].sends_as(packed)
-        last = not any(one.copies_results and not one.sends_as(packed) for one in later)
+        last = not any(following.copies_results and not following.sends_as(packed) for following in later)
         return Scatter(leaving, all_to_all, Elements(packed.arriving, (all_to_all.receive,)), again, last)
 
-    def _memory(self, role: str, turn: int, numel: int) -> Tensor:
+    def _memory(self, role: str, number: int, numel: int) -> Tensor:
         """Return memory for a bucket or an exchange; even turns share one buffer on a CPU, odd turns another."""
-        return scratch(f"{role} {turn % 2}", (numel,), dtype=self._dtype, device=self._device)
+        return scratch(f"{role} {number % 2}", (numel,), dtype=self._dtype, device=self._device)
 
 
 # ------------------------------------------------------------------ how it is worked out
@@ -244,77 +244,86 @@ def stages_of(
     stages, first, waiting = list[Stage](), 0, list[int]()
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
-        own = dict.fromkeys(index for index in bucket if plan.assignments[index].owner == rank)
-        waiting += [index for index in own if not plan.moves(index)]
+        owned = dict.fromkeys(index for index in bucket if plan.assignments[index].owner == rank)
+        waiting += [index for index in owned if not plan.moves(index)]
         if moving:
-            there, back = _ways(plan, number, rank, moving)
-            packed, gathers = PackedAllToAll("gather", there, rank, peers), plan.gathers(number)
+            gather_routes, back = _routes(plan, number, rank, moving)
+            packed, gathers = PackedAllToAll("gather", gather_routes, rank, peers), plan.gathers(number)
             exchanges = [
-                PackedAllToAll("scatter", back.only(n), rank, peers, own) for n in range(plan.exchanges(number))
+                PackedAllToAll("scatter", back.only(n), rank, peers, owned) for n in range(plan.exchanges(number))
             ]
-            batches = _batches(plan, [index for index in own if plan.moves(index)], batching)
+            batches = _batches(plan, [index for index in owned if plan.moves(index)], batching)
             places = _places(plan, batches)
-            reads = _in_matrices(there.stored.get(rank, ()), places) + packed.on_wire(len(batches))
-            reads += () if there is back else _not_sent(plan, rank, moving, reads)
-            what = len(stages), f"bucket {number}", moving, _local(plan, rank, waiting, batching), packed, gathers
-            scatter = exchanges, plan.fits(number), first, plan.summed(moving)
+            reads = _in_matrices(gather_routes.stored.get(rank, ()), places) + packed.on_wire(len(batches))
+            reads += () if gather_routes is back else _not_sent(plan, rank, moving, reads)
+            gather_fields = (
+                len(stages),
+                f"bucket {number}",
+                moving,
+                _local(plan, rank, waiting, batching),
+                packed,
+                gathers,
+            )
+            scatter_fields = exchanges, plan.fits(number), first, plan.summed(moving)
             tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
-            late = _portions(moving, tables[0], batches) if on_device and not gathers else ()
-            stages.append(Stage(*what, *scatter, *tables, batches, shapes, late))
+            portions = _portions(moving, tables[0], batches) if on_device and not gathers else ()
+            stages.append(Stage(*gather_fields, *scatter_fields, *tables, batches, shapes, portions))
             first, waiting = first + len(exchanges), []
     return stages, _local(plan, rank, waiting, batching)
 
 
 def _batches(plan: Plan, numbers: Sequence[int], batching: Batching, *, stays: bool = False) -> list[tuple[int, ...]]:
     """Return matrices that this rank owns, those that one task computes together."""
-    found = list[tuple[int, ...]]()
+    batches = list[tuple[int, ...]]()
     for alike in plan.alike(numbers):
-        size = batching.at_once(alike[0], len(alike), stays=stays)
-        found += [alike[start : start + size] for start in range(0, len(alike), size)]
-    return found
+        size = batching.batch_size(alike[0], len(alike), stays=stays)
+        batches += [alike[start : start + size] for start in range(0, len(alike), size)]
+    return batches
 
 
 def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Return the number of the batch of each matrix, and its place there."""
     return {
-        index: (buffer, place * plan.assignments[index].matrix.numel)
+        index: (buffer, position * plan.assignments[index].matrix.numel)
         for buffer, batch in enumerate(batches)
-        for place, index in enumerate(batch)
+        for position, index in enumerate(batch)
     }
 
 
 def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[LocalBatch]:
     """Return local matrices, those of one task together."""
-    found = []
+    batches = []
     for batch in _batches(plan, numbers, batching, stays=True):
         places = _places(plan, [batch])
-        ways = ([row for number in batch for row in plan.rows(number, rank, gather=way)] for way in (True, False))
-        reads, writes = (PieceTable(tuple(_in_matrices(rows, places))) for rows in ways)
+        rows_by_direction = (
+            [row for number in batch for row in plan.rows(number, rank, gather=gather)] for gather in (True, False)
+        )
+        reads, writes = (PieceTable(tuple(_in_matrices(rows, places))) for rows in rows_by_direction)
         shape = plan.assignments[batch[0]].matrix.shape
-        found.append(LocalBatch(batch, shape, plan.summed(batch), reads, writes))
-    return found
+        batches.append(LocalBatch(batch, shape, plan.summed(batch), reads, writes))
+    return batches
 
 
 def _portions(
     moving: Sequence[int], reads: PieceTable, batches: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, ...], PieceTable]]:
     """Return the `Stage.portions`; the first one also has the matrices of other owners."""
-    own = {number for batch in batches for number in batch}
-    others = tuple(number for number in moving if number not in own)
-    found = []
+    owned = {number for batch in batches for number in batch}
+    others = tuple(number for number in moving if number not in owned)
+    portions = []
     for batch in batches or [()]:
-        some = dict.fromkeys((*batch, *others))
-        rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in some)
-        found.append((tuple(some), PieceTable(tuple(rows))))
+        assignments = dict.fromkeys((*batch, *others))
+        rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in assignments)
+        portions.append((tuple(assignments), PieceTable(tuple(rows))))
         others = ()
-    return found
+    return portions
 
 
-def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
+def _routes(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
     """Return the routes of a rank to the owners of some matrices, and back; one object if they are the same."""
-    there = plan.routes(bucket, rank, gather=True, numbers=numbers)
-    return there, there if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
+    to_owners = plan.routes(bucket, rank, gather=True, numbers=numbers)
+    return to_owners, to_owners if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
 
 
 def _in_matrices(rows: Sequence[Row], places: Mapping[int, tuple[int, int]]) -> list[Row]:
@@ -324,6 +333,6 @@ def _in_matrices(rows: Sequence[Row], places: Mapping[int, tuple[int, int]]) -> 
 
 def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
     """Return rows for the other pieces whose momentum this rank stores: those that another replica sends."""
-    known = {(row.assignment, row.piece) for row in reads}
+    sent = {(row.assignment, row.piece) for row in reads}
     rows = (row for number in moving for row in plan.rows(number, rank, gather=True))
-    return [row.in_matrix(NOWHERE, 0) for row in rows if (row.assignment, row.piece) not in known]
+    return [row.in_matrix(NOWHERE, 0) for row in rows if (row.assignment, row.piece) not in sent]

@@ -90,7 +90,7 @@ class Storage:
         if not isinstance(self.layout, FlatShards):
             return (local,)
         flat = local.reshape(-1)
-        return [flat[start : start + length] for _, length, start in self.layout.held(this_rank())]
+        return [flat[start : start + length] for _, length, start in self.layout.intervals_of(this_rank())]
 
 
 def local_shape(storage: Storage) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ class FactoredPlan:
                 if key not in numbers:
                     numbers[key] = len(parameters)
                     nothing = (0,) * len(factored.matrices)
-                    name, place = f"{parameter.name}.{factored.key}", factored.layout
-                    parameters.append(Parameter(name, place, place, factored.matrices, nothing, ""))
+                    name, layout = f"{parameter.name}.{factored.key}", factored.layout
+                    parameters.append(Parameter(name, layout, layout, factored.matrices, nothing, ""))
                 part = factored.matrices[assignment.matrix.index]
                 assignments.append(Assignment(numbers[key], part, assignment.owner, 0))
                 of.append((number, factored))

@@ -81,21 +81,22 @@ def factored_matrices(
             sizes = [(height * width, 1) for height, width in sizes]
         stacked = sum(height for height, _ in sizes), sizes[0][1]
         return stacked, split_matrices(name, stacked, ("rows", *(height for height, _ in sizes)))
-    # Along the other side there is one index for each distinct set of spans of the matrices.
+    # The other side shrinks to one index for each distinct set of spans: to 3 for the columns' state of a fused weight
+    # that three matrices cut by rows, since each of them has all columns; to 1 where one matrix is the whole weight.
     shrunk, sides = list(shape), []
-    for kept, dims in (("rows", parts[0][0].row_dims), ("cols", parts[0][0].col_dims)):
-        spans = [tuple(dict.fromkeys(pair[kept == "cols"] for pair in pairs)) for _, pairs in parts]
-        if side != kept:
-            places = {some: ((place, 1, 1),) for place, some in enumerate(dict.fromkeys(spans))}
-            spans = [places[some] for some in spans]
+    for unit, dims in (("rows", parts[0][0].row_dims), ("cols", parts[0][0].col_dims)):
+        spans = [tuple(dict.fromkeys(pair[unit == "cols"] for pair in pairs)) for _, pairs in parts]
+        if side != unit:
+            places = {span_set: ((position, 1, 1),) for position, span_set in enumerate(dict.fromkeys(spans))}
+            spans = [places[span_set] for span_set in spans]
             for dim in dims:
                 shrunk[dim] = len(places)  # of several dims none is cut
         sides.append(spans)
-    own = [
+    reduced = [
         (replace(view, shape=tuple(shrunk)), list(itertools.product(rows, cols)))
         for (view, _), rows, cols in zip(parts, *sides, strict=True)
     ]
-    return tuple(shrunk), assemble(name, own)
+    return tuple(shrunk), assemble(name, reduced)
 
 
 def factored_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]]) -> dict[str, FlatShards]:
@@ -113,17 +114,17 @@ def factored_in_buffers(pairs: Mapping[str, tuple[FlatShards, tuple[int, ...]]])
     for name, (layout, shape) in pairs.items():
         count, total = math.prod(shape), math.prod(layout.shape)
         for replica in layout.replicas:
-            held = [sum(interval.length for interval in layout.held(rank)) for rank in replica]
-            borders = [-(-end * count // total) for end in itertools.accumulate(held, initial=0)]
+            sizes_in_replica = [sum(interval.length for interval in layout.intervals_of(rank)) for rank in replica]
+            borders = [-(-end * count // total) for end in itertools.accumulate(sizes_in_replica, initial=0)]
             for rank, (low, high) in zip(replica, itertools.pairwise(borders), strict=True):
                 start = filled.get(rank, 0)
                 intervals.setdefault(name, {})[rank] = Interval(low, high - low, start)
                 filled[rank] = start + high - low
-    found = {}
+    layouts = {}
     for name, (layout, shape) in pairs.items():
-        ranks, own = layout.ranks, intervals[name]
-        some = tuple((own[rank],) for rank in ranks)
+        ranks, by_rank = layout.ranks, intervals[name]
+        per_rank = tuple((by_rank[rank],) for rank in ranks)
         sizes = tuple(filled[rank] for rank in ranks)
         within = MeshLayout.replicated(shape, ranks)
-        found[name] = FlatShards(within, some, sizes, layout.replicas)
-    return found
+        layouts[name] = FlatShards(within, per_rank, sizes, layout.replicas)
+    return layouts

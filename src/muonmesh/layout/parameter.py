@@ -56,12 +56,12 @@ def describe(parameter: Parameter | Elementwise) -> str:
         return f"{line}, not orthogonalized"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
     momentum = parameter.momentum_storage.describe()
-    kept = "".join(f", {factored.describe()}" for factored in parameter.factored_states)
+    states = "".join(f", {factored.describe()}" for factored in parameter.factored_states)
     if parameter.sums:
-        kept += f", {parameter.sums} summed"
+        states += f", {parameter.sums} summed"
     if not parameter.scale_invariant:
-        kept += ", clipped"
-    return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
+        states += ", clipped"
+    return f"{line}, state {momentum}{states}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
 def text_of_ranks(ranks: Sequence[int]) -> str:

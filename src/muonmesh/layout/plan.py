@@ -99,22 +99,22 @@ class Plan:
         """
         stored: dict[int, list[Row]] = {}
         assembled: dict[int, list[Row]] = {}
-        at_once = 1 if gather else self.copies_at_once(bucket)
+        limit = 1 if gather else self.copies_at_once(bucket)
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
             owner, relay = assignment.owner, self.relays[assignment.parameter]
-            place = self._layout(assignment, gather=gather)
+            layout = self._layout(assignment, gather=gather)
             if gather:
-                receivers = [(holder, 0) for holder in place.replica(rank)] if rank == owner else []
+                receivers = [(holder, 0) for holder in layout.replica(rank)] if rank == owner else []
             else:
-                receivers = relay.outgoing(owner, rank, at_once)
+                receivers = relay.outgoing(owner, rank, limit)
             for holder, exchange in receivers:
                 if rows := self.rows(number, holder, gather=gather, exchange=exchange):
                     assembled.setdefault(holder, []).extend(rows)
-            mine = self.rows(number, rank, gather=gather)
-            if mine and (not gather or rank in place.replica(owner)):
-                sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
-                stored.setdefault(sender, []).extend(replace(row, exchange=exchange) for row in mine)
+            own_rows = self.rows(number, rank, gather=gather)
+            if own_rows and (not gather or rank in layout.replica(owner)):
+                sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, limit)
+                stored.setdefault(sender, []).extend(replace(row, exchange=exchange) for row in own_rows)
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:
@@ -123,8 +123,8 @@ class Plan:
         Then the routes back are those to the owners, and every piece that a rank stores is on one of them.
         """
         parameters = {self.assignments[number].parameter for number in numbers}
-        some = [self.parameters[number] for number in parameters]
-        return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in some)
+        returned = [self.parameters[number] for number in parameters]
+        return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in returned)
 
     def rows(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Row]:
         """Return a row in no buffer for each piece of a matrix that a rank stores: momentum (``gather``) or weights."""
@@ -154,13 +154,13 @@ class Plan:
 
     def exchanges(self, bucket: int) -> int:
         """Return the number of exchanges in which the results of a bucket travel; it is the same on every rank."""
-        at_once = self.copies_at_once(bucket)
-        return max(relay.exchanges(at_once) for relay in self._relays_of(bucket)) if self.scatters(bucket) else 0
+        limit = self.copies_at_once(bucket)
+        return max(relay.exchanges(limit) for relay in self._relays_of(bucket)) if self.scatters(bucket) else 0
 
     def fits(self, bucket: int) -> bool:
         """Whether there is memory for all copies of the results of a bucket in one exchange."""
-        at_once = self.copies_at_once(bucket)
-        return all(relay.fits(at_once) for relay in self._relays_of(bucket))
+        limit = self.copies_at_once(bucket)
+        return all(relay.fits(limit) for relay in self._relays_of(bucket))
 
     def _relays_of(self, bucket: int) -> list[Relay]:
         """Return the relays of a bucket, each parameter's once: a bucket may have thousands of matrices of one."""
@@ -182,7 +182,7 @@ class Plan:
         """Whether no matrix needs a transfer."""
         return not any(map(self.moves, range(len(self.assignments))))
 
-    def at_once(self, number: int, squares: int) -> int:
+    def batch_size(self, number: int, squares: int) -> int:
         """Return how many matrices equal to this one a device orthogonalizes together, at least one.
 
         For gathered matrices, the buffers of the bucket already have room for matrices and results, so only the squares
@@ -194,9 +194,9 @@ class Plan:
         """
         (rows, cols), budget = self.assignments[number].matrix.shape, self.budget
         gathered = budget.gathers and self.moves(number)
-        each = squares * rows * rows + (0 if gathered else 2 * rows * cols)
+        elements = squares * rows * rows + (0 if gathered else 2 * rows * cols)
         room = (budget.bytes - budget.bytes // 64) // (1 if self.alone else 8 if gathered else 3)  # vectors: 1/64
-        return max(1, min(room // (each * budget.itemsize), _AT_ONCE // (rows * cols)))
+        return max(1, min(room // (elements * budget.itemsize), _AT_ONCE // (rows * cols)))
 
     def alike(self, numbers: Iterable[int]) -> list[tuple[int, ...]]:
         """Return assignments in groups of equal shape and settings, which may be orthogonalized together."""
@@ -205,7 +205,7 @@ class Plan:
             assignment = self.assignments[number]
             settings = self.parameters[assignment.parameter].settings
             groups.setdefault((settings, assignment.matrix.shape), []).append(number)
-        return [tuple(some) for some in groups.values()]
+        return [tuple(group) for group in groups.values()]
 
     def moves(self, number: int) -> bool:
         """Whether a matrix needs a transfer; if not, its owner is the only rank that holds any part of it."""
@@ -214,10 +214,10 @@ class Plan:
     def travels(self, number: int, *, gather: bool) -> bool:
         """Whether pieces of a matrix travel to its owner (``gather``), or results travel back from it."""
         assignment = self.assignments[number]
-        place = self._layout(assignment, gather=gather)
-        if not gather and place.copies() > 1:
+        layout = self._layout(assignment, gather=gather)
+        if not gather and layout.copies() > 1:
             return True
-        return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
+        return not all(assignment.owner in layout.holders(block.region) for block in assignment.matrix.blocks)
 
     def _layout(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return the layout of the momentum, from which a matrix is gathered, or of the parameter, for the way back."""
@@ -229,7 +229,7 @@ class Plan:
         counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
         return {number: count for number, count in counts if count}
 
-    def told(self, assignment: int) -> tuple[str, ...]:
+    def keys_with_sums(self, assignment: int) -> tuple[str, ...]:
         """Return the keys of the state of kind "matrix", which the owner sends with the sums over the matrix."""
         factored_states = self.parameters[self.assignments[assignment].parameter].factored_states
         return tuple(factored.key for factored in factored_states if factored.side == "matrix")
@@ -237,12 +237,12 @@ class Plan:
     @property
     def keepers(self) -> dict[KnownMatrix, int]:
         """The owners that keep state of their matrices, such as "rows×rows", by matrix."""
-        found = {}
+        owner_of = {}
         for assignment in self.assignments:
             parameter = self.parameters[assignment.parameter]
             if any(factored.at_owner for factored in parameter.factored_states):
-                found[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
-        return found
+                owner_of[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
+        return owner_of
 
     @property
     def targets(self) -> list[Layout]:
@@ -281,7 +281,7 @@ def make_plan(
     ranks: Sequence[int] | None = None,
     bucket_elements: int | None = None,
     elementwise: Sequence[Elementwise] = (),
-    known: Mapping[KnownMatrix, int] = MappingProxyType({}),
+    fixed_owners: Mapping[KnownMatrix, int] = MappingProxyType({}),
     machine: int = 0,
     budget: Budget = UNLIMITED,
 ) -> Plan:
@@ -299,7 +299,7 @@ def make_plan(
         bucket_elements: Matrix elements of one owner in one bucket; a larger matrix has a bucket of its own. Default:
             `Budget.bucket_elements`.
         elementwise: Parameters that are not orthogonalized.
-        known: Owners that keep state of a matrix, and so stay its owner.
+        fixed_owners: Owners that keep state of a matrix, and so stay its owner.
         machine: The number of ranks of each machine; 0: all ranks are on one machine.
         budget: The memory budget of a step.
 
@@ -310,7 +310,7 @@ def make_plan(
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    owners = assign_owners(parameters, ranks, known)
+    owners = assign_owners(parameters, ranks, fixed_owners)
     assignments = [
         Assignment(number, matrix, owners[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)

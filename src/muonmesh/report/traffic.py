@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.factored_exchange import ways_of
+from muonmesh.comm.factored_exchange import directions_of
 from muonmesh.comm.schedule import Stage, stages_of
 from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.storage import local_of, this_rank
@@ -55,7 +55,7 @@ class Traffic:
 
 def traffic(plan: Plan, rank: int) -> Traffic:
     """Return the traffic of ``rank`` in a step."""
-    stages, left = stages_of(plan, rank, plan.ranks, Batching())
+    stages, trailing = stages_of(plan, rank, plan.ranks, Batching())
     packed_all = [packed for stage in stages for packed in (stage.to_owners, *stage.back)]
     sent = Counter[int]()
     for row in itertools.chain.from_iterable(packed.leaving for packed in packed_all):
@@ -64,7 +64,10 @@ def traffic(plan: Plan, rank: int) -> Traffic:
     return Traffic(
         stages,
         tuple(
-            number for some in (*(stage.local for stage in stages), left) for one in some for number in one.assignments
+            number
+            for batches in (*(stage.local for stage in stages), trailing)
+            for batch in batches
+            for number in batch.assignments
         ),
         sent,
         sum(packed.receives for packed in packed_all),
@@ -77,9 +80,12 @@ def traffic(plan: Plan, rank: int) -> Traffic:
 def _carried(plan: Plan, rank: int) -> Carried:
     """Return the traffic of state that travels in addition to the matrices of a plan; see `FactoredPlan`."""
     beside = FactoredPlan.beside(plan)
-    ways = () if beside is None else ways_of(beside.plan, rank, plan.ranks).values()
+    directions = () if beside is None else directions_of(beside.plan, rank, plan.ranks).values()
     return Carried(
-        *(sum(each) for each in zip(*((moves, way.sends, way.receives) for way, moves in ways), strict=True))
+        *(
+            sum(counts)
+            for counts in zip(*((moves, packed.sends, packed.receives) for packed, moves in directions), strict=True)
+        )
     )
 
 
@@ -91,7 +97,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     Padding and other parameters of a flat buffer are left out. Scales of int8 blocks that several parameters of a flat
     buffer share are counted for the first of them.
     """
-    found = dict[str, tuple[int, int]]()
+    bytes_by_name = dict[str, tuple[int, int]]()
     coded = set[Tensor]()
     for member in planned.members:
         local, total, host = local_of(member.tensor), 0, 0
@@ -105,5 +111,5 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
             if form.dtype == torch.int8 and member.tensor not in coded:
                 coded.add(member.tensor)
                 total += torch.float32.itemsize * planned.blocks.size(member.tensor)
-        found[member.name] = total, host
-    return found
+        bytes_by_name[member.name] = total, host
+    return bytes_by_name

@@ -277,5 +277,5 @@ class Momentum:
     def _segments(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
         """Yield each segment of a piece with a (lines, width) view of its elements in contiguous ``values``."""
         for segment in self.blocks.segments(number, piece):
-            start = values.storage_offset() + segment.place
-            yield segment, values.as_strided((segment.lines, segment.width), segment.places, start)
+            start = values.storage_offset() + segment.piece_start
+            yield segment, values.as_strided((segment.lines, segment.width), segment.piece_strides, start)

@@ -299,7 +299,7 @@ def _planner(runtime: Runtime) -> Planner:
         itemsize = runtime.precision.compute.itemsize
         budget = Budget.of(parameters, runtime.asked.memory_budget_mb, itemsize=itemsize, host=host)
         return make_plan(
-            parameters, known=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
+            parameters, fixed_owners=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
         )
 
     return planner

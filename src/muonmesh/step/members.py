@@ -281,7 +281,9 @@ def named_alike(kind: type[E], name: str, found: str) -> E:
 def _with_momentum_placed(members: Sequence[OptimizedParameter], source: GradientSource) -> list[OptimizedParameter]:
     """Return the members with the momentum of matrices placed as the gradient source wants."""
     matrices = [number for number, member in enumerate(members) if member.is_matrix]
-    places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
+    places = source.momentum_storages(
+        [(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices]
+    )
     found = list(members)
     for number, place in zip(matrices, places, strict=True):
         if place is not members[number].momentum_storage:

@@ -192,7 +192,7 @@ class MuonStep(StepCallbacks):
             rounds: Whether weights are rounded.
         """
         if rows is table.rows and self.ready.squares is None:
-            runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
+            runs: Sequence[Run] = table.derived.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
         if len(runs) == 1:

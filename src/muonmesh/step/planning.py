@@ -189,7 +189,7 @@ class Batches(Batching):
     orthogonalizers: Mapping[int, Orthogonalizer]
     on_host: bool
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
         plan, one = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
@@ -198,7 +198,7 @@ class Batches(Batching):
             # Tasks of each thread, so that all threads have equally many.
             turns = -(-count // (threads * one.products.at_once))
             return max(1, -(-count // (threads * turns)))
-        found = plan.at_once(number, one.squares)
+        found = plan.batch_size(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
 
 
@@ -287,7 +287,7 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=resolved.deflated)
+        own = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

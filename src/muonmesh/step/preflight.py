@@ -101,7 +101,7 @@ def preflight(
     }
     agreed = exchange.communicator.agree(flag_vector.agreement, said, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
-    active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
+    active, overflowed = agreed.answers("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
         runtime.last.absent = _absent(entries, agreed, waits=False)
@@ -146,7 +146,7 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
         matrices: The number of matrices.
     """
     found = [False] * matrices
-    rows_of: dict[int, list[Row]] = table.kept.get(_ROWS) or table.once(_ROWS, lambda: _by_matrix(table))
+    rows_of: dict[int, list[Row]] = table.derived.get(_ROWS) or table.once(_ROWS, lambda: _by_matrix(table))
     probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
     for number, (first, *_) in rows_of.items():
         if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
@@ -207,7 +207,7 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
     lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
     if not lacking:
         return {}
-    present: Sequence[bool] | Tensor = agreed.each("present").tolist() if waits else agreed.each("present")
+    present: Sequence[bool] | Tensor = agreed.answers("present").tolist() if waits else agreed.answers("present")
     absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
     for number, entry in lacking.items():
         layout, tensor = entry.member.storage.layout, entry.member.tensor

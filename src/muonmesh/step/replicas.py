@@ -155,7 +155,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
     if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
         yield 0, flat
         return
-    for first, length, start in storage.layout.held(this_rank()):
+    for first, length, start in storage.layout.intervals_of(this_rank()):
         yield first, flat[start : start + length]
 
 

@@ -43,9 +43,9 @@ class StoredFactored(FactoredCallbacks):
         else:
             into.zero_()
 
-    def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Keep the received factored states of the matrices that this rank owns, by assignment and key."""
-        self.owned = kept
+        self.owned = states
 
     @contextmanager
     def of(self, one: MatrixStep) -> Iterator[dict[str, Tensor]]:
@@ -133,14 +133,14 @@ class RuleSums(SumCallbacks):
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
         kept = self.factored_states.owned.get(assignment, {})
-        for key, number in zip(self.ready.plan.told(assignment), into.unbind(), strict=True):
+        for key, number in zip(self.ready.plan.keys_with_sums(assignment), into.unbind(), strict=True):
             if key in kept:
                 number.copy_(kept[key].view(()))
 
-    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+    def take(self, assignment: int, sums: Tensor, state: Tensor) -> None:
         """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
-        keys, found = self.ready.plan.told(assignment), sums.unbind()
-        self._found[assignment] = found, dict(zip(keys, told.unbind(), strict=True))
+        keys, found = self.ready.plan.keys_with_sums(assignment), sums.unbind()
+        self._found[assignment] = found, dict(zip(keys, state.unbind(), strict=True))
         if (one := self.ready.find(assignment)) is None:
             return
         rule, kept = one.kind.rule, self.factored_states.owned.get(assignment, {})

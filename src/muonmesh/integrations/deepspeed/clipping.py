@@ -77,7 +77,7 @@ def measure(
     means = None if limits.multiple is None else means_of(groups, sums.device)
     skip = limits.skips(sums, means=means)
     fresh = None if means is None else counted(means, torch.stack([*norms_of(sums).values()]))
-    return limits.told(sums, skip), limits.coefficients(sums, skip), fresh
+    return limits.grad_norms(sums, skip), limits.coefficients(sums, skip), fresh
 
 
 def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ def forecast(
     }
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
-    places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    places = source.momentum_storages([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
     own = _rule(rule)
     parameters = [
         muon_parameter(w.name, w.layout, w.matrices, p.layout, own) for w, p in zip(matrices, places, strict=True)
@@ -255,7 +255,7 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, f
     for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
         shape = plan.assignments[some[0]].matrix.shape
         method = resolve_method(*shape)
-        count = -(-len(some) // plan.at_once(some[0], SQUARES[method]))
+        count = -(-len(some) // plan.batch_size(some[0], SQUARES[method]))
         rounds += count
         small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # then one launch does all steps
         kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])

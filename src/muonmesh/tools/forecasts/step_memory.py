@@ -66,7 +66,7 @@ def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int]
     for some in plan.alike(numbers):
         rows, cols = plan.assignments[some[0]].matrix.shape
         count = squares(some[0])
-        at_once = min(len(some), plan.at_once(some[0], count))
+        at_once = min(len(some), plan.batch_size(some[0], count))
         most = max(most, at_once * (count * rows * rows + beside * rows * cols))
     return most
 
