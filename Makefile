@@ -6,10 +6,11 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
+	@echo "make test-core   the same without muonmesh train"
 	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts, benchmarks"
 	@echo "make test-processors the tests that multiply, as on a CPU with AMX, AVX-512 without bf16, and AVX2 alone"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
@@ -40,22 +41,26 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
+# The core alone: neither the tools nor `muonmesh train`.
+test-core: setup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --ignore=tests/train $(ARGS)
+
 # What the core does not import: a change of the core alone need not wait for them.
 test-tools: setup
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder tests/tools $(ARGS)
 
-# What depends on the processor, on processors that this one may not be (tests/pretended.py). Less of it can be pretended
-# than there is: ARGS may name other files.
-MULTIPLY := tests/unit/test_orthogonalize.py tests/unit/test_form_of_products.py tests/unit/test_kernels.py \
-	tests/unit/test_compiled.py tests/unit/test_threads.py tests/unit/test_rules.py tests/unit/test_optimizer.py \
-	tests/tools/test_doctor.py tests/unit/test_ambient.py tests/parallel/test_behaviour.py tests/parallel/test_same_update.py \
-	tests/parallel/test_rules.py
+# What depends on the processor, on processors that this one may not be (tests/support/pretended.py). Less of it can be
+# pretended than there is: ARGS may name other files.
+MULTIPLY := tests/numerics/test_newton_schulz.py tests/numerics/test_dense.py tests/numerics/test_kernels.py \
+	tests/numerics/test_compiled.py tests/numerics/test_threads.py tests/numerics/test_rules.py tests/test_optimizer.py \
+	tests/tools/test_doctor.py tests/claims/test_ambient.py tests/claims/test_behaviour.py tests/claims/test_same_update.py \
+	tests/numerics/test_rules_ranks.py
 test-processors: setup
 	for processor in amx avx512 avx2; do \
 		MUONMESH_TEST_PROCESSOR=$$processor $(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(or $(ARGS),$(MULTIPLY)) || exit 1; \
@@ -160,11 +165,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit tests/tools $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not ranks" tests tests/tools \
+		$(foreach folder,device gpu train,--ignore=tests/$(folder)) $(ARGS)
 
 # The command that make prints names the seed.
 fuzz: setup
-	FUZZ=$(N) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/unit/test_fuzz.py tests/parallel/test_fuzz.py $(ARGS)
+	FUZZ=$(N) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest tests/claims/test_fuzz.py tests/claims/test_fuzz_ranks.py $(ARGS)
 
 # What would make `make test` too long: more cases of the same, and commands that take minutes.
 soak: setup

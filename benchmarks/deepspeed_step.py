@@ -176,7 +176,7 @@ _STRIDE = 7919  # odd, so that all the offsets are visited
 
 def exact_updates(shapes: Sequence[Shape], coefficients: Sequence[str], steps: int) -> dict[str, list[Tensor]]:
     """What the last of some steps subtracts from each matrix, decay aside, in fp64, by the name of its coefficients."""
-    from tests.reference import muon
+    from tests.support.reference import muon
 
     from muonmesh.numerics.coefficients import coefficient_schedule
 

@@ -4,10 +4,10 @@
     python -m benchmarks.host_time --cases gpt2 --rounds 9 --json benchmarks/results/host_time.json
 
 The step runs by what runs on CUDA. Triton's own driver and launcher run over a libcuda that returns at once
-(`tests/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in the memory
-of the CPU and are the case's shapes divided by `Case.shrunk`, with memory limits divided by its square, so that batches
-and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A product of
-torch's is one dispatch of another operation of one element, as little as a product can cost.
+(`tests/support/launch_driver.c`), so each of our kernels is looked up, bound and started as on a GPU. Tensors lie in
+the memory of the CPU and are the case's shapes divided by `Case.shrunk`, with memory limits divided by its square, so
+that batches and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A
+product of torch's is one dispatch of another operation of one element, as little as a product can cost.
 
 What is reported is processor time of one thread, the least over the rounds, in turns. The driver's own time for each
 launch (about 2 µs on the host) is left out for both; launches are printed beside.
@@ -60,15 +60,15 @@ def library(folder: Path) -> None:
     """Make the libcuda in a folder."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        raise SystemExit("host_time.py: found no C compiler; needed one for tests/launch_driver.c. Install gcc")
+        raise SystemExit("host_time.py: found no C compiler; needed one for tests/support/launch_driver.c. Install gcc")
     flags = ["-O2", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
-    subprocess.run([compiler, *flags, str(ROOT / "tests" / "launch_driver.c")], check=True)
+    subprocess.run([compiler, *flags, str(ROOT / "tests/support/launch_driver.c")], check=True)
 
 
 def pretend_device(shrunk: int) -> None:
     """Let the package start Triton's kernels over the libcuda, for tensors of the CPU."""
     import torch
-    from tests import launches
+    from tests.support import launches
     from triton.runtime.driver import driver
 
     from muonmesh.numerics import iteration, kernels, newton_schulz

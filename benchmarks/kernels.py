@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import lines, small
+from muonmesh.numerics.kernels import norms, small
 from muonmesh.numerics.kernels import pieces as kernels
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
@@ -188,9 +188,9 @@ def beside() -> dict[str, Callable[..., Launch]]:
     exponents, gradient = torch.empty(2, 1, dtype=torch.int32), [torch.empty(64, 64)]
     pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))], SEARCHED)
     return {
-        "norms of parts": lambda **_: lines.measuring(x, exponents, number[:, 0]),
-        "norms": lambda **_: lines.finding_norms(exponents, number[:, 0], exponents[:, 0], number, number),
-        "powers of two": lambda **_: lines.rescaling(x, x.view(torch.float16), exponents[:, 0]),
+        "norms of parts": lambda **_: norms.measuring(x, exponents, number[:, 0]),
+        "norms": lambda **_: norms.finding_norms(exponents, number[:, 0], exponents[:, 0], number, number),
+        "powers of two": lambda **_: norms.rescaling(x, x.view(torch.float16), exponents[:, 0]),
         "any not zero": lambda **_: kernels.finding(gradient, pieces.number, exponents[:, 0]),
     }
 

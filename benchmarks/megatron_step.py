@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.contenders import Entries
 from benchmarks.report import print_rows, quartiles, write_json
-from tests.workers import Pool
+from tests.support.workers import Pool
 from torch import Tensor
 
 RULE = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "scale_mode": "spectral", "ns_coefficients": "quintic"}
@@ -138,7 +138,7 @@ class Contest:
     def distances(self) -> list[float]:
         """Step once and compare each of Muon's matrices with the oracle's update, relative in the Frobenius norm."""
         from tests.megatron.oracle import MATRICES
-        from tests.reference import split
+        from tests.support.reference import split
 
         from muonmesh.numerics.coefficients import coefficient_schedule
 
@@ -166,7 +166,7 @@ class Contest:
 
 def orthogonal(matrix: Tensor, schedule: Any) -> Tensor:
     """The polynomials on the singular values, in fp64."""
-    from tests.reference import polar
+    from tests.support.reference import polar
 
     return polar(matrix, schedule)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 
@@ -9,7 +10,7 @@ import shutil
 # changes how a matrix product rounds.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from tests import pretended
+from tests.support import pretended
 
 if pretended.VARIABLE in os.environ:
     os.environ.update(pretended.environment(os.environ[pretended.VARIABLE]))
@@ -23,17 +24,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ambient
-from tests.workers import Pool
+from tests.support import ambient
+from tests.support.workers import Pool
 
 torch.set_num_threads(1)
 ambient.install()
 
 _pools: dict[int, Pool] = {}
 
+# Folders whose tests set ambient state themselves: simulated and real devices, frameworks, and whole programs.
+OWN_AMBIENT = ("device", "gpu", "hosts", "hosts_all", "megatron", "megatron_lm", "package", "train")
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked gpu or soak unless `-m` names them: skipped, they would look like tested."""
+    """Mark what uses ranks, and deselect the tests marked gpu or soak unless `-m` names them.
+
+    Skipped, those would look like tested.
+    """
+    for item in items:
+        if "workers" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
     left_out = [mark for mark in ("gpu", "soak") if mark not in config.getoption("markexpr")]
     chosen = [item for item in items if not any(item.get_closest_marker(mark) for mark in left_out)]
     if len(chosen) < len(items):
@@ -43,9 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist the files that use ranks share one process, but for the few among the unit tests.
+    """Under pytest-xdist the files whose tests use ranks share one process, but for files where few of the tests do.
 
-    Two pools at work together only slow each other down; the unit tests' files are the exception because the two
+    Two pools at work together only slow each other down; files with few such tests are the exception because the two
     processes would else be busy for unequal times. The tests of another file stay together too, and so do the fixtures
     that they share. (`--dist loadgroup` would say it with marks, but pytest-xdist 3.8 cannot tell pytest 9.2's tests
     by their marks.)
@@ -58,10 +69,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     @cache
     def scope(file: str) -> str:
-        uses_ranks = "workers" in (config.rootpath / file).read_text()
-        return ("unit tests with ranks" if "unit/" in file else "ranks") if uses_ranks else file
+        share = share_with_ranks((config.rootpath / file).read_text())
+        return "ranks" if share > 0.3 else "few ranks" if share else file
 
     return ByFile(config, log)
+
+
+def share_with_ranks(source: str) -> float:
+    """Return the share of a file's tests that use the fixture `workers`, themselves or through fixtures of the file."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    arguments = {function.name: {argument.arg for argument in function.args.args} for function in functions}
+    using = {"workers"}
+    while further := {name for name, names in arguments.items() if names & using} - using:
+        using |= further
+    tests = [name for name in arguments if name.startswith("test_")]
+    return sum(name in using for name in tests) / max(len(tests), 1)
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +96,7 @@ def products() -> None:
 @pytest.fixture(scope="session")
 def emulated_amx(products: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a library whose variant amx has emulated tiles; skips tests where the processor has no AVX-512."""
-    from tests import emulated
+    from tests.support import emulated
 
     if not emulated.emulates():
         pytest.skip("the variant amx needs AVX-512 beside its tiles")
@@ -87,10 +109,12 @@ def emulated_amx(products: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def hostile_ambient(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each test of one process meets the package with another ambient state; AMBIENT=number draws others.
 
-    Not the tests that set such state themselves, which are marked `own_ambient`, and those that use ranks.
+    Not the tests that set such state themselves, which are marked `own_ambient` or lie in `OWN_AMBIENT`, and those that
+    use ranks.
     """
     node = request.node
-    of_one_process = node.path.parent.name in ("unit", "tools") and "workers" not in request.fixturenames
+    folder, *_ = node.path.relative_to(Path(__file__).parent).parts
+    of_one_process = folder not in OWN_AMBIENT and "workers" not in request.fixturenames
     seed = os.environ.get("AMBIENT", "0")
     drawn = ambient.Ambient.drawn(f"{seed} {node.nodeid}")
     with ambient.around_entries(drawn if of_one_process and not node.get_closest_marker("own_ambient") else None):

@@ -60,27 +60,38 @@ class Environment:
 
 
 HOSTS, MEGATRON = ".venv-hosts", ".venv-megatron"
+MEGATRON_NEXT = ".venv-megatron-next"  # of Python 3.12
 IN_MEGATRON = Environment(
     MEGATRON, ("absl-py==2.5.1",), checkout="emerging_optimizers", distributions=("megatron-core",)
+)
+IN_MEGATRON_NEXT = Environment(
+    MEGATRON_NEXT,
+    ("absl-py==2.5.1", "emerging-optimizers==0.3.0"),
+    distributions=("megatron-core", "emerging-optimizers"),
+)
+IN_AXOLOTL = Environment(
+    HOSTS,
+    ("axolotl==0.21.0", "axolotl-contribs-mit==0.0.6", "addict==2.4.0"),
+    distributions=("axolotl", "axolotl-contribs-mit"),
 )
 ENVIRONMENTS = {
     "muonmesh": Environment(".venv", distributions=("muonmesh",)),
     "muonmesh_deepspeed": Environment(".venv", distributions=("muonmesh", "deepspeed")),
     "muonmesh_megatron": Environment(MEGATRON, distributions=("muonmesh", "megatron-core")),
+    "muonmesh_megatron_next": Environment(MEGATRON_NEXT, distributions=("muonmesh", "megatron-core")),
     "torch": Environment(".venv"),
     "deepspeed": Environment(".venv", distributions=("deepspeed",)),
     "megatron_blockwise": IN_MEGATRON,
     "megatron_duplicated": IN_MEGATRON,
+    "megatron_next_blockwise": IN_MEGATRON_NEXT,
+    "megatron_next_duplicated": IN_MEGATRON_NEXT,
     "dion": Environment(HOSTS, checkout="dion"),
     "torchtitan": Environment(HOSTS, distributions=("torchtitan",)),
     "veomni": Environment(
         HOSTS, ("veomni==0.1.12", "transformers==5.3.0", "tokenizers==0.22.2"), distributions=("veomni",)
     ),
-    "axolotl": Environment(
-        HOSTS,
-        ("axolotl==0.19.0", "axolotl-contribs-mit==0.0.6", "addict==2.4.0"),
-        distributions=("axolotl", "axolotl-contribs-mit"),
-    ),
+    "axolotl": IN_AXOLOTL,
+    "axolotl_8bit": IN_AXOLOTL,
     "heavyball": Environment(HOSTS, ("heavyball==3.2.1", "opt-einsum==3.4.0"), distributions=("heavyball",)),
     "dmuon": Environment(HOSTS, checkout="dmuon"),
     "muonium": Environment(HOSTS, distributions=("muonium",)),
@@ -95,7 +106,7 @@ ENVIRONMENTS = {
 def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
     """Run the cells of one project in this interpreter."""
     import torch
-    from tests.workers import Pool
+    from tests.support.workers import Pool
 
     project = PROJECTS[name]
     os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
@@ -108,7 +119,9 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
         importlib.import_module(project.package)
     except Exception as error:
         return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
-    multiprocessing.set_forkserver_preload(["tests.workers", "benchmarks.studies.certificate_cells", project.package])
+    multiprocessing.set_forkserver_preload(
+        ["tests.support.workers", "benchmarks.studies.certificate_cells", project.package]
+    )
     pools: dict[int, Pool] = {}
     references: dict[str, Any] = {}
 
@@ -140,7 +153,7 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
 
 def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any:
     """What rank 0 returns, or the word and message of the ranks' errors."""
-    from tests.workers import RankFailure
+    from tests.support.workers import RankFailure
 
     try:
         outcomes = pool.run_expecting_errors(run, *args, timeout=PATIENCE)
@@ -223,6 +236,7 @@ def environment_of(name: str, cache: Path | None, peers: dict[str, Path]) -> tup
         target = cache / name
         if not (target / ".ready").exists():
             pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+            pip += ["--ignore-requires-python"]  # axolotl 0.21 asks for 3.12, and its optimizers run on 3.11
             done = subprocess.run([*pip, *needs.requirements], capture_output=True, text=True, check=False)
             if done.returncode:
                 return f"pip cannot install it: {done.stderr.strip().splitlines()[-1][:200]}"
@@ -242,17 +256,8 @@ def all_projects(names: Iterable[str], kinds: list[str], cache: Path | None, pee
         python, environment = where
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
-            run = [
-                python,
-                "-m",
-                "benchmarks.studies.certificate",
-                "--run",
-                name,
-                "--kinds",
-                *kinds,
-                "--json",
-                str(file),
-            ]
+            run = [python, "-m", "benchmarks.studies.certificate", "--run", name, "--json", str(file)]
+            run += ["--kinds", *kinds]
             done = subprocess.run(run, env=environment, cwd=ROOT, check=False)
             if done.returncode:
                 found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}}
@@ -361,9 +366,8 @@ def _differences(ran: dict[str, Any]) -> str:
 
 
 NOT_RUN = {
-    "axolotl 0.21": "it needs Python 3.12. We ran 0.19.0, the newest for 3.11; its Muon is in the same package.",
-    "Megatron-Core 0.19.2": "it needs Python 3.12, and the environments of this checkout have 3.11.",
-    "Emerging-Optimizers": "it has no layouts of its own. Megatron-Core 0.16.1 calls its version 0.1.0.",
+    "Emerging-Optimizers": "it has no layouts of its own. Megatron-Core 0.16.1 calls its version 0.1.0, and 0.19.2 the "
+    "0.3.0 of PyPI.",
 }
 
 WORDS = {
@@ -437,6 +441,7 @@ during the backward pass.
 
 ```
 make setup .venv-hosts/.ready .venv-megatron/.ready
+make .venv-megatron-next/.ready PYTHON312=python3.12     # for the rows of Megatron-Core 0.19
 .venv/bin/python -m benchmarks.studies.certificate --cache /tmp/certificate --json certificate.json{peers}
 ```
 

@@ -289,6 +289,12 @@ def veomni(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
     return package.DistributedMuon(parameters, lr=RATE, ns_implementation="std")
 
 
+def axolotl_8bit(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
+    """As its factory, which makes one class with a mesh and without."""
+    kind = importlib.import_module("axolotl.utils.optimizers.muon_8bit").Muon8bit
+    return kind(parameters, distributed_mesh=None if mesh is None else mesh["shard"], lr=RATE)
+
+
 def axolotl(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
     """As its factories: DistMuon where axolotl has a mesh (of HSDP's the dim that shards), else Muon."""
     contributed = importlib.import_module("axolotl.contribs.mit.muon")
@@ -352,7 +358,10 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
 
 
 def megatron(mode: str) -> Callable[[Layout, bool], Any]:
-    """Return what runs a cell of Megatron-Core's GPTModel: with its Muon in a mode, or with muonmesh ("")."""
+    """Return what runs a cell of Megatron-Core's GPTModel: with its Muon in a mode, or with muonmesh ("").
+
+    "distributed" is Megatron's layer-wise optimizer: from 0.17 on a setting, before that an argument.
+    """
 
     def run(layout: Layout, audited: bool) -> Any:
         from tests.megatron import gathered, host
@@ -372,8 +381,13 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         config = host.optimizer_config(shape, clip_grad=0.0)
         if mode:
             config.optimizer, config.muon_tp_mode = "muon", mode
-            make = importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer
-            optimizer = make(config, chunks, layer_wise_distributed_optimizer=layout.kind == "distributed")
+            layer_wise = layout.kind == "distributed"
+            if hasattr(config, "use_layer_wise_distributed_optimizer"):
+                config.use_layer_wise_distributed_optimizer = layer_wise
+                optimizer = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer(config, chunks)
+            else:
+                make = importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer
+                optimizer = make(config, chunks, layer_wise_distributed_optimizer=layer_wise)
         else:
             make = importlib.import_module("muonmesh.integrations.megatron").get_megatron_optimizer
             optimizer = make(config, chunks, muon={"lr": RATE})
@@ -464,7 +478,8 @@ def _in_megatron(title: str, mode: str, note: str = "") -> Project:
 PROJECTS = {
     "muonmesh": Project("muonmesh", of_module(ours), OF_TORCH, "muonmesh"),
     "muonmesh_deepspeed": _in_deepspeed("muonmesh in DeepSpeed", own=False),
-    "muonmesh_megatron": _in_megatron("muonmesh in Megatron-Core", ""),
+    "muonmesh_megatron": _in_megatron("muonmesh in Megatron-Core 0.16", ""),
+    "muonmesh_megatron_next": _in_megatron("muonmesh in Megatron-Core 0.19", ""),
     "torch": Project(
         "torch.optim.Muon",
         of_module(torch_muon),
@@ -487,14 +502,21 @@ PROJECTS = {
         "DeepSpeed's Muon refuses it.",
     ),
     "megatron_blockwise": _in_megatron(
-        "Megatron-Core, blockwise",
+        "Megatron-Core 0.16, blockwise",
         "blockwise",
         note="`blockwise` is the default of `muon_tp_mode`: each shard is a matrix of its own, by design.",
     ),
     "megatron_duplicated": _in_megatron(
-        "Megatron-Core, duplicated",
+        "Megatron-Core 0.16, duplicated",
         "duplicated",
         note="In both modes, the distributed optimizer is the layer-wise one (`dist_muon`).",
+    ),
+    "megatron_next_blockwise": _in_megatron("Megatron-Core 0.19, blockwise", "blockwise"),
+    "megatron_next_duplicated": _in_megatron(
+        "Megatron-Core 0.19, duplicated",
+        "duplicated",
+        note="The distributed optimizer is the layer-wise one (`use_layer_wise_distributed_optimizer`). That of 0.19.2 "
+        "wraps parameters for bf16 alone, and the weights here are fp32.",
     ),
     "torchtitan": Project(
         "torchtitan's DistMuon",
@@ -520,6 +542,7 @@ PROJECTS = {
         note="Without a mesh, axolotl makes another class (`Muon`) than with one (`DistMuon`), with another scale and "
         "without Nesterov momentum. So what is sharded differs from one process, although each matrix is whole.",
     ),
+    "axolotl_8bit": Project("axolotl, muon_8bit", of_module(axolotl_8bit), SHARDED, "axolotl.contribs"),
     "heavyball": Project("HeavyBall", of_module(heavyball), SHARDED, "heavyball"),
     "muonium": Project("muonium", of_module(muonium), OF_TORCH, "muonium"),
     "keller_jordan": Project("KellerJordan/Muon", of_module(keller_jordan), ("ddp",), "muon"),

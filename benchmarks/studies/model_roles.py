@@ -3,9 +3,10 @@
     python -m benchmarks.studies.model_roles --json benchmarks/results/model_roles.json
     python -m benchmarks.studies.model_roles --only GPT2LMHeadModel --only timm/vit
 
-Each class of transformers is built small (two layers, widths divided, see `tests/zoo.py`) and run on generated inputs.
-The oracle (`tests/influence.py`) shares nothing with the reader of graphs: it watches operations for which weights take
-part in what a product reads, and it changes single rows of weights and looks which operands of later products move.
+Each class of transformers is built small (two layers, widths divided, see `tests/support/zoo.py`) and run on generated
+inputs. The oracle (`tests/support/influence.py`) shares nothing with the reader of graphs: it watches operations for
+which weights take part in what a product reads, and it changes single rows of weights and looks which operands of later
+products move.
 
 A difference is silent if `split_params` did not warn of this weight. `EXPLAINED` has those that are no errors, and why.
 """
@@ -27,8 +28,8 @@ from typing import Any
 import torch
 import transformers
 from benchmarks.studies.model_table import MODELS
-from tests import zoo
-from tests.influence import Influence, differences
+from tests.support import zoo
+from tests.support.influence import Influence, differences
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, _pop_mode
 from torch.utils._pytree import tree_leaves
@@ -162,7 +163,7 @@ def walks() -> dict[str, float]:
             )
         ),
     }
-    found, read = {}, examples.seen_by
+    found, read = {}, examples.facts_of_graph
 
     def timed(*args: Any) -> Any:
         start = time.process_time()
@@ -170,15 +171,15 @@ def walks() -> dict[str, float]:
         times.append(1e3 * (time.process_time() - start))
         return seen
 
-    examples.seen_by = timed
+    examples.facts_of_graph = timed
     for name, make in made.items():
         with torch.device("meta"):
             model = make()
         times: list[float] = []
         for _ in range(7):
-            examples.seen_in(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
+            examples.facts_of_example(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
         found[name] = round(min(times), 1)
-    examples.seen_by = read
+    examples.facts_of_graph = read
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.studies.byte_models import KINDS, build, loss, text, windows
 from safetensors.torch import save_file
-from tests.reference import split
+from tests.support.reference import split
 from torch import Tensor, nn
 
 import muonmesh as mm

@@ -13,7 +13,7 @@ from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error, warn
 from muonmesh.groups import Example
 from muonmesh.groups import split_params as split_locally
-from muonmesh.groups.sites import Matrices
+from muonmesh.groups.parameter_sites import Matrices
 from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.numerics.scale import update_scale
 from muonmesh.optimizer import Muon

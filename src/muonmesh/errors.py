@@ -58,7 +58,7 @@ def escaped(text: str) -> str:
     """
     if len(text) > 4000:
         text = f"{text[:2000]} ... {text[-1000:]}"
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @contextlib.contextmanager
@@ -76,21 +76,21 @@ def called(function: str) -> str:
     return _calling.get() or function
 
 
-def explain_error(parameter: str, found: str, needed: str, write: str | None = None) -> str:
+def explain_error(parameter: str, problem: str, needed: str, write: str | None = None) -> str:
     """Compose a message of four parts; no part ends in a full stop.
 
     Args:
         parameter: The parameter, group or argument that the message is about.
-        found: The value or state that was found.
+        problem: The value or state that was found.
         needed: The value or state that is needed.
         write: The line to write, a sentence; None if ``needed`` already says it.
     """
-    return escaped(f"{parameter}: found {found}; needed {needed}" + ("" if write is None else f". {write}"))
+    return escaped(f"{parameter}: found {problem}; needed {needed}" + ("" if write is None else f". {write}"))
 
 
-def about(where: str, error: Exception | str) -> str:
+def about(subject: str, error: Exception | str) -> str:
     """Return a message or another error with its subject (parameter, group, argument or file) in front."""
-    return escaped(f"{where}: {error}")
+    return escaped(f"{subject}: {error}")
 
 
 def warn(message: str) -> None:

@@ -58,21 +58,21 @@ def patterns(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     for name, value in values.items():
         alike.setdefault((starred(name), value), []).append(name)
     counts = Counter(map(starred, names))
-    found = dict[str, T]()
-    for (star, value), some in alike.items():
-        if len(some) == 1:
-            key = some[0]
-        elif len(some) == counts[star]:
+    by_pattern = dict[str, T]()
+    for (star, value), matching in alike.items():
+        if len(matching) == 1:
+            key = matching[0]
+        elif len(matching) == counts[star]:
             key = star
         else:
-            rows = [name.split(".") for name in some]
+            rows = [name.split(".") for name in matching]
             same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
             first, last = same.index(False), len(same) - same[::-1].index(False)
             inner = "|".join(re.escape(".".join(row[first:last])) for row in rows)
             before, after = ([*map(re.escape, part)] for part in (rows[0][:first], rows[0][last:]))
             key = "^" + r"\.".join([*before, f"({inner})", *after]) + "$"
-        found[key] = value
-    return found
+        by_pattern[key] = value
+    return by_pattern
 
 
 def names_matching(key: str, names: Collection[str]) -> list[str]:
@@ -91,8 +91,10 @@ def names_matching(key: str, names: Collection[str]) -> list[str]:
     try:
         return [name for name in names if re.search(key, name)]
     except re.error as error:
-        where, found = f"overrides[{key!r}]", f"no parameter's name and no regular expression ({error})"
-        raise ValueError(explain_error(where, found, "either", "Use re.escape on what is meant literally")) from None
+        subject, problem = f"overrides[{key!r}]", f"no parameter's name and no regular expression ({error})"
+        raise ValueError(
+            explain_error(subject, problem, "either", "Use re.escape on what is meant literally")
+        ) from None
 
 
 def in_order(overrides: Mapping[str, T], names: Collection[str]) -> Iterator[tuple[str, T, list[str]]]:

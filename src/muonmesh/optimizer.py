@@ -329,15 +329,6 @@ class Muon(torch.optim.Optimizer):
         agreed.flags.skip = agreed.flags.skip or bool(met.skip)
         return agreed._replace(clip=met)
 
-    def _begin(self) -> SettingsFound:
-        """Raise errors that the device has found since the last step, and read the settings of this step."""
-        runtime, groups = self._runtime, self.param_groups
-        if runtime.pending or runtime.interrupted is not None:
-            runtime.hear()
-        runtime.last.counted = []
-        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-        return settings
-
     def _meet(self, work: Callable[[Planned, Muon | None, Exception | None], T | None]) -> T:
         """Return the result of clipping or metrics; if it is None, all ranks plan again, and repeat it.
 
@@ -358,11 +349,15 @@ class Muon(torch.optim.Optimizer):
     def _preflight(self, clip: Clip) -> _Agreed | None:
         """Read the settings, make a plan if needed, read the gradients, and agree with all ranks.
 
-        Return None if this rank could not follow the plan and the CPU does not wait for the flags: see `stand_aside`.
+        Errors that the device has found since the last step are raised first. Return None if this rank could not follow
+        the plan and the CPU does not wait for the flags: see `stand_aside`.
         """
         runtime, groups = self._runtime, self.param_groups
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        settings = self._begin()
+        if runtime.pending or runtime.interrupted is not None:
+            runtime.hear()
+        runtime.last.counted = []
+        settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         collected = steady(self, runtime, settings, scale)
         if collected is None and (before := outdated(groups, runtime, settings)) is not None:
             if stand_aside(before, settings, runtime):
@@ -383,7 +378,7 @@ class Muon(torch.optim.Optimizer):
             replicas = fingerprints(planned, self.state) if look else {}
             wrong = clip.error or error or idle
             watch = None if settings.at_rest else runtime.watch  # such a step may only create state before a forward
-            if wrong is None and watch is not None and watch.seen is not None:
+            if wrong is None and watch is not None and watch.facts is not None:
                 wrong = watch.compare(groups, collected.missing, entire=len(planned.plan.ranks) == world_size())
                 runtime.watch = None if wrong is None else watch
             flags = preflight(

@@ -13,7 +13,7 @@ from tests.device.removals import objections
 from tests.device.simulated import Race, RaceError, SimulatedDevice
 from tests.device.stepping import CASES, differing, simulated
 from tests.device.timeline import Stream
-from tests.interpreter import interpreting
+from tests.support.interpreter import interpreting
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor", "ignore:.*without masters", "ignore:.*lr_scheduler"

@@ -28,7 +28,7 @@ import muonmesh as mm
 from muonmesh.numerics.kernels.triton import multiply, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
-from tests.figures import GPT2, bag, ours
+from tests.support.figures import GPT2, bag, ours
 
 PARTS = ("ceilings", "host", "products", "orthogonalizations", "steps", "exchange")
 SIDES = (768, 1024, 2048, 4096, 8192)

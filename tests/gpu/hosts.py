@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
-from tests import gathered
 from tests.gpu.rank import attempt
+from tests.support import gathered
 
 STEPS = 4
 STAGES = (1, 2, 3)

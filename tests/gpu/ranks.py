@@ -1,7 +1,7 @@
 """What ranks do together on one device: each function returns what differs from one process on the same device.
 
 A device is "cuda", whose ranks share one GPU and talk over NCCL, or "cpu", whose ranks talk over gloo. The functions
-run in the ranks of `tests.workers`, with the device as their first argument.
+run in the ranks of `tests.support.workers`, with the device as their first argument.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from tests import gathered, layouts, problem
-from tests.meshes import mesh_of
+from tests.support import gathered, layouts, problem
+from tests.support.meshes import mesh_of
 
 STEPS = 3
 EXACT = {"compute_dtype": torch.bfloat16}
@@ -43,7 +43,7 @@ def by_how_much(one: dict[str, Tensor], many: dict[str, Tensor]) -> dict[str, fl
 
 
 def held(device: str, layout: str, values: dict[str, Tensor]) -> layouts.Held:
-    """Parameters in a layout of `tests.problem` or on a mesh of `tests.layouts`."""
+    """Parameters in a layout of `tests.support.problem` or on a mesh of `tests.support.layouts`."""
     if layout in layouts.MESHES:
         sizes, place = layouts.MESHES[layout]
 

@@ -9,8 +9,8 @@ from statistics import median
 import pytest
 import torch
 
-from tests.figures import CASES, Case, Row, row, table
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+from tests.support.figures import CASES, Case, Row, row, table
 
 WRITTEN = Path(__file__).parents[2] / "benchmarks" / "results" / "modelled-and-measured.md"
 STEPS = 10

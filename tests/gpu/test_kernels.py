@@ -13,8 +13,8 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.kernels import fused
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
-from tests.pieces import pieces_of
-from tests.reference import polar
+from tests.support.pieces import pieces_of
+from tests.support.reference import polar
 
 SHAPES = [(2, 512, 1024), (2, 511, 1023), (3, 64, 80), (1, 1, 7), (1, 288, 304)]
 

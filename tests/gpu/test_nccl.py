@@ -1,7 +1,7 @@
 """Ranks of NCCL that share one GPU: what `tests.gpu.ranks` does together, each against one process on that GPU.
 
 What passes here is right in streams, events, uneven all-to-alls, groups and faults. It says nothing about speed, NVLink
-or InfiniBand: the ranks look like hosts to NCCL and talk over sockets (`tests.workers.nccl_environment`). Every case
+or InfiniBand: the ranks look like hosts to NCCL and talk over sockets (`support.workers.nccl_environment`). Every case
 runs on a CPU over gloo too, in `make soak`.
 """
 
@@ -15,10 +15,10 @@ import pytest
 
 import muonmesh as mm
 from muonmesh.numerics.rules import RULES, is_matrix_rule
-from tests import deaths, layouts, problem
 from tests.gpu import pytestmark as gpu
 from tests.gpu import ranks as on_ranks
-from tests.workers import Pool
+from tests.support import deaths, layouts, problem
+from tests.support.workers import Pool
 
 DEVICES = [pytest.param("cuda", marks=gpu), pytest.param("cpu", marks=pytest.mark.soak)]
 on_devices = pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,7 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
-from tests.reference import polar
+from tests.support.reference import polar
 
 NORMS = [1e7, 1e-4, 1e-6, 1e-8, 1e-10, 1e-14, 1e-18, 1e-30]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tests import problem
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+from tests.support import problem
 
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {

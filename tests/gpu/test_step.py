@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from tests import problem
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
-from tests.reference import reference_step
+from tests.support import problem
+from tests.support.reference import reference_step
 
 
 def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -21,7 +21,7 @@ def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def oracle(count: int) -> dict[str, Tensor]:
-    """The parameters of `tests.problem` after `count` steps in fp64."""
+    """The parameters of `tests.support.problem` after `count` steps in fp64."""
     lr, momentum, weight_decay = (problem.SETTINGS[key] for key in ("lr", "momentum", "weight_decay"))
     coefficients = list(coefficient_schedule("polar_express", 5))
     settings: dict[str, dict[str, Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-from tests import workers
+from tests.support import workers
 
 # No host may look for a hub, a dashboard or a newer version of itself.
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "DO_NOT_TRACK": "1", "DS_BUILD_OPS": "0"}

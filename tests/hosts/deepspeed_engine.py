@@ -42,7 +42,7 @@ from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.connection import placed_members
-from tests.reference import reference_step
+from tests.support.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 # Collectives are gloo's: DeepSpeed would compile an extension for shared memory, which only inference uses.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 import muonmesh as mm
-from tests import layouts
 from tests.hosts import deepspeed_engine as ds
-from tests.layouts import R, S, strided
-from tests.meshes import mesh_of
+from tests.support import layouts
+from tests.support.layouts import R, S, strided
+from tests.support.meshes import mesh_of
 
 Parameters = dict[str, tuple[tuple[int, ...], Any]]
 Groups = list[dict[str, Any]]

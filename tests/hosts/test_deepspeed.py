@@ -18,10 +18,10 @@ import torch.distributed as dist
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
-from tests.alone import files_of_at_most
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts import elsewhere
-from tests.workers import Pool
+from tests.support.alone import files_of_at_most
+from tests.support.workers import Pool
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}

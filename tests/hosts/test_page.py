@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer
 import muonmesh as mm
 from tests.hosts.tiny import Tokens, llama, sentences, tokenizer
 from tests.hosts.world import launched
-from tests.pages import run
+from tests.support.pages import run
 
 
 class Net(lightning.LightningModule):

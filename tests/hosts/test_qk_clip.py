@@ -12,10 +12,10 @@ from torch import Tensor
 
 import muonmesh as mm
 from muonmesh.integrations.deepspeed import initialize
-from tests import models
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts.test_deepspeed import BF16, launch, zero
-from tests.workers import Pool
+from tests.support import models
+from tests.support.workers import Pool
 
 NAME = "model.layers.1.self_attn"
 LARGEST = torch.tensor([400.0, 1.0, 100.0, 144.0, 2.0, -5.0, 900.0, 99.0])

@@ -17,7 +17,7 @@ import muonmesh as mm
 from muonmesh.integrations.deepspeed import initialize
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts.test_deepspeed import launch, zero
-from tests.workers import Pool
+from tests.support.workers import Pool
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 FUSED, SPLIT = "transformer.h.0.attn.c_attn.weight", ("transposed", ("rows", 16, 16, 16))

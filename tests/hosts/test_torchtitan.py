@@ -15,7 +15,7 @@ import muonmesh as mm
 from tests.hosts import titan
 from tests.hosts.replay import Given, different, replayed, strengths, weights
 from tests.hosts.world import launched
-from tests.reference import split
+from tests.support.reference import split
 
 LR = 0.01
 MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "compute_dtype": "float32"}}'

@@ -24,8 +24,8 @@ from olmo_core.optim import OptimConfig
 from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModule
 
 import muonmesh as mm
-from tests import workers
 from tests.hosts.replay import Given, different, replayed, weights
+from tests.support import workers
 
 multiprocessing.set_forkserver_preload([workers.__name__, "muonmesh.build", "olmo_core.train.train_module"])
 

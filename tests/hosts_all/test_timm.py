@@ -1,6 +1,6 @@
 """A hundred models of timm on `meta`: their input layers, output layers and fused weights by their graph.
 
-The Makefile has `without_torchvision_ops` imported before timm. As `tests/unit/test_model_zoo.py`, with models
+The Makefile has `without_torchvision_ops` imported before timm. As `tests/groups/test_model_zoo.py`, with models
 by name.
 """
 
@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 
-from tests.dataflow import differences
+from tests.support.dataflow import differences
 
 NAMES = """
 aimv2_1b_patch14_224 bat_resnext26ts beit3_base_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224

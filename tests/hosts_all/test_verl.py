@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import muonmesh as mm
-from tests import workers
 from tests.hosts.replay import Given, different, replayed, weights
+from tests.support import workers
 
 MODULES = "tests.hosts_all.verl_cpu,verl_muon"
 EXAMPLES = str(Path(__file__).parents[2] / "examples")

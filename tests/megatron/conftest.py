@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import tests.workers
+import tests.support.workers
 
 # Megatron compiles small functions of its layers, and all ranks would wait for one compiler of C++.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-# Replaces what tests/workers.py asks for, before the first ranks are started.
+# Replaces what tests/support/workers.py asks for, before the first ranks are started.
 multiprocessing.set_forkserver_preload(
-    [tests.workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", "tests.megatron.host"]
+    [tests.support.workers.__name__, "muonmesh.build", "muonmesh.integrations.qk_clip", "tests.megatron.host"]
 )
 
 

@@ -24,11 +24,11 @@ import muonmesh as mm
 from muonmesh.errors import StateError
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.step.connection import placed_members
-from tests.in_copies import work_in_copies
 from tests.megatron import cpu, gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
 from tests.megatron.shapes import MOE, MTP, ONE_LAYER, SEQUENCE
+from tests.support.in_copies import work_in_copies
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

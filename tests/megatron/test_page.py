@@ -11,8 +11,8 @@ from megatron.core import optimizer as megatrons
 
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
-from tests.pages import run
-from tests.workers import Pool
+from tests.support.pages import run
+from tests.support.workers import Pool
 
 
 @host.writers()

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import experts as kinds
 from torch import nn
 
 from muonmesh.groups import split_params
-from muonmesh.groups.sites import sites
+from muonmesh.groups.parameter_sites import parameter_sites
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.step.connection import placed_members
@@ -222,7 +222,7 @@ def grouped() -> tuple[list[tuple[str, Any]], list[str]]:
         kinds.TEGroupedMLP, config, linear_fc1=Grouped(2, 48, 32), linear_fc2=Grouped(2, 32, 24)
     )
     groups = split_params(experts)
-    held = list(sites(experts))
+    held = list(parameter_sites(experts))
     return list(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True)), [whole_name(s, 3) for s in held]
 
 

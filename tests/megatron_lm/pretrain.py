@@ -78,9 +78,8 @@ def rank_of(script: str, arguments: list[str], log: Path, rank: int, port: int) 
 def main(checkout: str, folder: str, runs: str) -> None:
     torch.set_num_threads(1)
     on_cpu()
-    from megatron.core.datasets import utils
-
     import megatron
+    from megatron.core.datasets import utils
 
     sys.path.insert(1, checkout)  # behind this repository, whose package of tests spawned processes import, too
     megatron.__path__.append(f"{checkout}/megatron")  # what the wheel lacks; megatron.core is the wheel's

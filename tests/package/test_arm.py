@@ -17,7 +17,7 @@ from tests.package.test_package import ROOT, call, library, unpacked, wheel_of
 
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 KERNELS = ROOT / "src" / "muonmesh" / "numerics" / "kernels"
-DRIVER = ROOT / "tests" / "products_driver.c"
+DRIVER = ROOT / "tests/support/products_driver.c"
 OPTIONS = ["-O2", "-ffp-contract=off", "-w"]
 
 pytestmark = pytest.mark.skipif(

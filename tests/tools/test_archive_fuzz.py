@@ -18,8 +18,8 @@ import muonmesh as mm
 from muonmesh.errors import FileError
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.cli.diagnosis import diagnose
-from tests.alone import alone
-from tests.mutations import MANY, QUICK, mutate
+from tests.support.alone import alone
+from tests.support.mutations import MANY, QUICK, mutate
 
 
 def trained() -> tuple[torch.nn.Module, mm.Muon]:

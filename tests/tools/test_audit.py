@@ -17,7 +17,7 @@ import muonmesh as mm
 from muonmesh.layout.matrix import split_matrices
 from muonmesh.tools.auditing.judge import of_matrices, polar
 from muonmesh.tools.auditing.probe import probing_gradient
-from tests.audited import MATRICES, Net, backward, halves, torchs, verdicts
+from tests.support.audited import MATRICES, Net, backward, halves, torchs, verdicts
 
 # ------------------------------------------------------------------ what it compares with
 
@@ -64,7 +64,10 @@ def test_a_guess_is_told() -> None:
     model = nn.Sequential(*layers, nn.Linear(16, 4))
     report = mm.audit(mm.from_model(model, lr=1e-3), model)
     assert report.guesses == ("0.qkv.weight", "0.proj.weight", "1.qkv.weight", "1.proj.weight", "2.weight")
-    assert "Judged by a guess: *.qkv.weight, *.proj.weight, *.weight. Write groups=" in " ".join(str(report).split())
+    assert (
+        "Judged by a guess: *.qkv.weight, *.proj.weight, *.weight. Write muonmesh.audit(optimizer, model, groups="
+        in " ".join(str(report).split())
+    )
     assert str(report).endswith("Nothing to mend if the guesses are right.")
     overrides = {r"qkv\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
     overrides |= {r"proj\.weight": "muon", "2.weight": "adamw"}

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import muonmesh as mm
-from tests.audited import MATRICES, Net, backward, torchs, verdicts
-from tests.workers import Pool
+from tests.support.audited import MATRICES, Net, backward, torchs, verdicts
+from tests.support.workers import Pool
 
 
 class LocalMuon(Optimizer):

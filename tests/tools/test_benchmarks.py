@@ -16,7 +16,7 @@ from benchmarks import contenders, guard, judge, step, step_traffic, workload
 from benchmarks.studies import fewer_exchanges, processor, stress
 
 import muonmesh as mm
-from tests.samples import one_in
+from tests.support.samples import one_in
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from benchmarks.studies import certificate
 from benchmarks.studies.certificate_cells import Layout, cell, of_module
 from torch import nn
 
-from tests.workers import Pool
+from tests.support.workers import Pool
 
 FSDP2 = Layout("fsdp2", 2, "uneven")
 Workers = Callable[[int], Pool]

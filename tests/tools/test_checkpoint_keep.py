@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from muonmesh.checkpoint.folder import before_at, writing_at
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.checkpoints import forget_others, latest_step
-from tests.folders import read, write
+from tests.support.folders import read, write
 
 
 def save(folder: Path, step: int, *, forget: bool = False) -> Path:

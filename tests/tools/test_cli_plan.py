@@ -190,6 +190,15 @@ def test_it_ends_in_one_sentence() -> None:
     )
 
 
+def test_it_says_why_bf16_weights_save_nothing_over_adamw_and_tells_long_times_in_seconds() -> None:
+    shown = " ".join(command("--model", "llama-3-70b", "--mesh", "fsdp=64", "--weights", "bf16").stdout.split())
+    stored = re.findall(r"bytes stored in total(?:, with AdamW for all)? +([\d.]+ GB)", shown)
+    assert len(stored) == 2
+    assert stored[0] == stored[1]
+    assert "With bf16 weights, momentum is fp32 and AdamW's two moments are bf16" in shown
+    assert re.search(r"torch\.optim\.Muon would add [\d.]+ to [\d.]+ s\.$", shown)
+
+
 @pytest.mark.slow
 @pytest.mark.soak
 def test_deepseek_v3_on_two_thousand_ranks() -> None:

@@ -1,7 +1,7 @@
 """checkpoint.convert: the next step from another optimizer's state is the one that it would have taken.
 
 torch's own Muon and AdamW run here, and so does DeepSpeed's Muon without its engine; the steps of other packages are
-restated in fp64 in `tests/peers.py`. The packages themselves run in `tests/hosts/test_migrating.py`.
+restated in fp64 in `tests/support/peers.py`. The packages themselves run in `tests/hosts/test_migrating.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.checkpoint import convert
-from tests import peers
+from tests.support import peers
 
 EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 

@@ -16,7 +16,7 @@ import muonmesh as mm
 from muonmesh.checkpoint import convert
 from muonmesh.errors import FileError, StateError
 from muonmesh.tools.migration import PackageName
-from tests.mutations import MANY, QUICK, mutate_value
+from tests.support.mutations import MANY, QUICK, mutate_value
 
 MATRICES, REST = ("up.weight", "mid.weight"), ("embedding.weight", "up.bias", "head.weight")
 SENTENCE = re.compile(r"[^\n]+: found [^\n]+; needed [^\n]+")

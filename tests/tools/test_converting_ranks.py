@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import muonmesh as mm
 from muonmesh.checkpoint import convert
-from tests.workers import Pool
+from tests.support.workers import Pool
 
 
 class Net(nn.Module):

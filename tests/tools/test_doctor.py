@@ -20,16 +20,16 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.folder import before_at
-from muonmesh.checkpoint.index import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.report import append_metrics
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import Settings
-from tests.folders import write
-from tests.mutations import Acts
-from tests.workers import Pool
+from tests.support.folders import write
+from tests.support.mutations import Acts
+from tests.support.workers import Pool
 
 STATE = {
     "model.weight": torch.ones(6, 5),
@@ -62,7 +62,7 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
     def asked() -> str:
         compiled.library.cache_clear()
         auto_takes.cache_clear()
-        return installation.products_here().found
+        return installation.products_here().result
 
     here = asked()
     if auto_takes()[0]:
@@ -77,11 +77,11 @@ def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, t
 
 def test_it_looks_at_the_machine() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
-    found = {one["looked_at"]: one for one in json.loads(result.stdout)}
-    assert result.exit_code == int(any(one["do"] for one in found.values()))
-    assert found["torch"]["found"].startswith(torch.__version__)
-    assert found["torch"]["found"].endswith("muonmesh is tested with torch 2.11 and 2.13")
-    assert not [found[name] for name in ("torch", "orthogonalize", "NCCL") if found[name]["do"]]
+    found = {one["subject"]: one for one in json.loads(result.stdout)}
+    assert result.exit_code == int(any(one["remedy"] for one in found.values()))
+    assert found["torch"]["result"].startswith(torch.__version__)
+    assert found["torch"]["result"].endswith("muonmesh is tested with torch 2.11 and 2.13")
+    assert not [found[name] for name in ("torch", "orthogonalize", "NCCL") if found[name]["remedy"]]
 
 
 def fails() -> Any:
@@ -90,10 +90,10 @@ def fails() -> Any:
 
 def test_what_is_wrong_with_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = installation._looked("NCCL", fails)
-    assert (failed.found, failed.do) == ("RuntimeError: no such interface", "Mend this first")
+    assert (failed.result, failed.remedy) == ("RuntimeError: no such interface", "Mend this first")
     with monkeypatch.context() as patch:
         patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
-        assert installation._orthogonalize().do == "Write kernels='torch', and report it"
+        assert installation._orthogonalize().remedy == "Write kernels='torch', and report it"
     (line,) = installation.lines_of([installation.Finding("torch", "nothing", "Write so")])
     assert line == "do  torch: nothing. Write so"
 

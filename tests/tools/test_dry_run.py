@@ -19,7 +19,6 @@ from torch.cuda._utils import _get_device_index
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import muonmesh as mm
-from muonmesh.comm.storage import local_of
 from muonmesh.layout.cost import cost
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.report.traffic import traffic
@@ -29,8 +28,8 @@ from muonmesh.tools.forecasts.step_memory import step_memory
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.launches import HostSync
 from tests.device.pretended import pretended_cuda
-from tests.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
-from tests.samples import one_in
+from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
+from tests.support.samples import one_in
 
 MIB = 2**20
 VECTORS = 2**16  # bytes: rates and flags
@@ -406,12 +405,9 @@ def test_state_on_the_host_stays_there_when_it_is_compared_measured_and_loaded()
         planned = optimizer._runtime.planned
         assert planned is not None
         for member in planned.members:  # fake numbers pass no check of `load_state_dict`, so what it does after that
-            for key, value in optimizer.state[member.tensor].items():
-                if key != "step":
-                    layout, precision = member.state_layouts[key], optimizer._runtime.precision
-                    dtype = layout.saved_dtype(precision)
-                    loaded = layout.fresh(local_of(value).shape, dtype, member.tensor.device, precision)
-                    devices.add(f"{member.tensor.device.type}: {loaded.device.type}")
+            for form in member.forms(optimizer._runtime.precision):
+                if form.key != "step":
+                    devices.add(f"{member.tensor.device.type}: {form.saved.fresh().device.type}")
 
     made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731
     run = dry_run(Model(), made, step=step, world=4)

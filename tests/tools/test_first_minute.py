@@ -16,13 +16,13 @@ import torch
 
 from tests.gpu import first
 from tests.gpu.run import REPOSITORY, Part, parts, run
-from tests.interpreter import interpreting
+from tests.support.interpreter import interpreting
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch, interpreting() as call:
-        patch.setattr("tests.interpreter.SECONDS", 500.0)  # it starts three ranks, each of which imports torch
+        patch.setattr("tests.support.interpreter.SECONDS", 500.0)  # it starts three ranks, each of which imports torch
         yield call
 
 
@@ -87,7 +87,9 @@ def test_every_part_names_what_there_is() -> None:
     """A misspelt file or figure would cost minutes of a device."""
     for part in parts(Path("figures.json"), []):
         files = [word for word in part.command if word.startswith("tests/") and word.endswith(".py")]
-        modules = [word for flag, word in pairwise(part.command) if flag == "-m" and word.startswith(("tests", "bench"))]
+        modules = [
+            word for flag, word in pairwise(part.command) if flag == "-m" and word.startswith(("tests", "bench"))
+        ]
         files += [f"{module.replace('.', '/')}.py" for module in modules]
         assert all((REPOSITORY / file).exists() for file in files), part
         if "tests.gpu.first" in part.command:

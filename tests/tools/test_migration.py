@@ -1,7 +1,7 @@
 """convert_settings: our step with the settings it returns is the other package's step.
 
-The other packages' steps are restated in fp64 in `tests/peers.py`; torch's own run here too, those of the others in
-`tests/hosts/test_migrating.py`.
+The other packages' steps are restated in fp64 in `tests/support/peers.py`; torch's own run here too, those of the
+others in `tests/hosts/test_migrating.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from tests import peers
+from tests.support import peers
 
 SHAPES = ((12, 20), (20, 12))
 EXACT = {"compute_dtype": torch.float64, "state_dtype": torch.float64}

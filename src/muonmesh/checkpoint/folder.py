@@ -34,7 +34,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from muonmesh.checkpoint.index import (
+from muonmesh.checkpoint.manifest import (
     BESIDE,
     DATA_FILE,
     MANIFEST_FILE,
@@ -51,8 +51,8 @@ from muonmesh.checkpoint.index import (
     torch_metadata,
     write_manifest,
 )
-from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.record import STATE, Boxes, Share
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
+from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
 from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError, explain_error
@@ -99,8 +99,8 @@ def writing_alone(path: Path) -> Iterator[Path]:
     for folder in missing:
         onto_disk(folder.parent)
     scratch = writing_at(path)
-    held = lock_folder(scratch, make=True)
-    if held is None:
+    lock = lock_folder(scratch, make=True)
+    if lock is None:
         needed, write = "one writer at a time", "Wait for its end, or save under another name"
         raise FileError(explain_error(str(path), "another process that is writing it", needed, write))
     try:
@@ -110,7 +110,7 @@ def writing_alone(path: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def check_replaceable(path: Path) -> None:
@@ -119,12 +119,12 @@ def check_replaceable(path: Path) -> None:
     Raises:
         FileError: one of the paths has something else, which the message names.
     """
-    for place in (path, writing_at(path), before_at(path)):
-        if found := foreign_at(place):
+    for candidate in (path, writing_at(path), before_at(path)):
+        if foreign := foreign_at(candidate):
             needed, write = "nothing there, or a checkpoint to replace", "Save under another name"
-            if place != path:
+            if candidate != path:
                 needed, write = "nothing there, or the rest of an interrupted save", f"Move it away, or {write.lower()}"
-            raise FileError(explain_error(str(place), found, needed, write))
+            raise FileError(explain_error(str(candidate), foreign, needed, write))
 
 
 def put(scratch: Path, path: Path) -> None:
@@ -182,20 +182,20 @@ def lock_folder(folder: Path, *, make: bool) -> int | None:
         if make:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(held)
+            os.close(descriptor)
             return None
         except OSError as error:
             if error.errno not in CANNOT_LOCK:
-                os.close(held)
+                os.close(descriptor)
                 raise
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(held), folder.lstat()):
-                return held
-        os.close(held)  # another process renamed the folder after we opened it
+            if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+                return descriptor
+        os.close(descriptor)  # another process renamed the folder after we opened it
 
 
 def _empty(folder: Path) -> None:
@@ -211,34 +211,36 @@ class CheckpointReader(NamedTuple):
 
     Attributes:
         folder: The folder of the checkpoint.
-        held: Its tensors by name.
+        tensors: Its tensors by name.
         settings: The settings that were saved beside the tensors, as JSON types.
     """
 
     folder: Path
-    held: Mapping[str, SavedTensor]
+    tensors: Mapping[str, SavedTensor]
     settings: dict[str, Any]
 
-    def read(self, wanted: Mapping[str, Boxes]) -> None:
+    def read(self, boxes_by_name: Mapping[str, Boxes]) -> None:
         """Load tensors from the checkpoint into boxes.
 
         Args:
-            wanted: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
+            boxes_by_name: This rank's boxes, by the names of tensors in the checkpoint and with their dtypes.
 
         Raises:
             FileError: a tensor could not be read, or state has numbers that no step leaves. Weights may have
                 any numbers.
         """
-        for name, targets in wanted.items():
+        for name, targets in boxes_by_name.items():
             boxes = [
                 (box, Block(Region.box(at, tuple(box.shape)), int(box.storage_offset()), box.stride()))
                 for at, box in targets.items()
                 if box.numel()
             ]
-            for piece in self.held[name].pieces:
-                both = [(box, common) for box, block in boxes if (common := overlap(block, piece.block)) is not None]
-                elements = self.held[name].read(self.folder, piece) if both else None
-                for box, common in both:
+            for piece in self.tensors[name].pieces:
+                overlaps = [
+                    (box, common) for box, block in boxes if (common := overlap(block, piece.block)) is not None
+                ]
+                elements = self.tensors[name].read(self.folder, piece) if overlaps else None
+                for box, common in overlaps:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
@@ -259,7 +261,7 @@ class _Pickler(pickle.Pickler):
 AGAIN = "save again"
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: Mapping[str, Any]) -> None:
+def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], settings: Mapping[str, Any]) -> None:
     """Write a checkpoint to disk under a temporary name next to ``path``, and then rename it. Called on all ranks.
 
     If the process, the machine or the disk fails at any time, `look` finds either the old checkpoint or the complete
@@ -275,26 +277,28 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: 
             another process is writing there.
         TypeError: the settings are not JSON.
     """
-    place = Path(path)
-    if not place.name or place.name == "..":
+    destination = Path(path)
+    if not destination.name or destination.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
 
     def lock() -> None:
-        with writing(place, again=AGAIN):
-            stack.enter_context(writing_alone(place))
+        with writing(destination, again=AGAIN):
+            stack.enter_context(writing_alone(destination))
 
     def write_own() -> Manifest:
-        with writing(place, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
-            return _write_boxes(writing_at(place), tensors, own)
+        with writing(destination, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
+            return _write_boxes(writing_at(destination), tensors, assigned)
 
     def finish() -> None:
-        with writing(place, again=AGAIN):
-            scratch, manifest = writing_at(place), merged(told)
+        with writing(destination, again=AGAIN):
+            scratch, manifest = writing_at(destination), merged(manifests)
             for name in manifest.files:
                 if not (scratch / name).is_file():
-                    found, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
-                    raise FileError(explain_error(str(place), found, needed, "Pass the same path on every rank"))
+                    problem, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
+                    raise FileError(
+                        explain_error(str(destination), problem, needed, "Pass the same path on every rank")
+                    )
             with (scratch / METADATA_FILE).open("wb") as stream:
                 _Pickler(stream).dump(torch_metadata(manifest.tensors.values()))
             onto_disk(scratch / METADATA_FILE)
@@ -302,33 +306,33 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Share], settings: 
             beside = {name: entry_of(scratch / name) for name in BESIDE}
             write_manifest(scratch, manifest._replace(files={**manifest.files, **beside}))
             onto_disk(scratch)
-            put(scratch, place)
+            put(scratch, destination)
 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
-        own = _boxes_to_write(tensors)
-        told = gather_objects(together(write_own))
+        assigned = _boxes_to_write(tensors)
+        manifests = gather_objects(on_every_rank(write_own))
         on_first_rank(finish)
 
 
-def _boxes_to_write(tensors: Mapping[str, Share]) -> list[tuple[str, Sizes]]:
+def _boxes_to_write(tensors: Mapping[str, LocalBoxes]) -> list[tuple[str, Sizes]]:
     """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
-    mine = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
-    everyone = gather_objects(mine)
+    local_sizes = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
+    everyone = gather_objects(local_sizes)
     holders: dict[tuple[str, Sizes], list[int]] = {}
     for rank, sizes in enumerate(everyone):
         for key in sizes:
             holders.setdefault(key, []).append(rank)
-    loads, own = [0] * len(everyone), []
+    loads, assigned = [0] * len(everyone), []
     for key, ranks in holders.items():
         writer = min(ranks, key=loads.__getitem__)
         loads[writer] += everyone[writer][key]
         if writer == this_rank() and everyone[writer][key]:
-            own.append(key)
-    return own
+            assigned.append(key)
+    return assigned
 
 
-def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tuple[str, Sizes]]) -> Manifest:
+def _write_boxes(scratch: Path, tensors: Mapping[str, LocalBoxes], assigned: Sequence[tuple[str, Sizes]]) -> Manifest:
     """Write boxes of this rank into a file of the locked folder, each as a file of `torch.save`; return what is there.
 
     Raises:
@@ -336,14 +340,14 @@ def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tupl
     """
     file, records = scratch / f"__{this_rank()}_0.distcp", dict[tuple[str, Sizes], tuple[int, int]]()
     pieces: dict[str, list[SavedPiece]] = {name: [] for name in tensors}
-    if own:
+    if assigned:
         with contextlib.suppress(FileExistsError):
             scratch.mkdir(parents=True)  # it also asks a server whose answers are kept here
             scratch.rmdir()
-            found, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
-            raise FileError(explain_error(str(scratch), found, "a folder that all ranks share", write))
+            problem, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
+            raise FileError(explain_error(str(scratch), problem, "a folder that all ranks share", write))
         with file.open("wb") as stream:
-            for name, at in own:
+            for name, at in assigned:
                 box, begin = tensors[name].boxes[at].resolve_conj().resolve_neg().cpu(), stream.tell()
                 torch.save(box.clone(memory_format=torch.contiguous_format), stream)  # else all of a larger memory
                 records[name, at] = begin, stream.tell() - begin
@@ -353,8 +357,11 @@ def _write_boxes(scratch: Path, tensors: Mapping[str, Share], own: Sequence[tupl
                 reader: Any = torch._C.PyTorchFileReader(_create_file_view(stream, *record))  # type: ignore[call-overload]
                 start = record[0] + reader.get_record_offset("data/0")
                 pieces[name].append(SavedPiece(at, tuple(tensors[name].boxes[at].shape), file.name, start, record))
-    saved = {name: SavedTensor(name, one.dtype, one.shape, tuple(pieces[name])) for name, one in tensors.items()}
-    return Manifest({file.name: entry_of(file)} if own else {}, saved)
+    saved = {
+        name: SavedTensor(name, local_boxes.dtype, local_boxes.shape, tuple(pieces[name]))
+        for name, local_boxes in tensors.items()
+    }
+    return Manifest({file.name: entry_of(file)} if assigned else {}, saved)
 
 
 def look(path: str | os.PathLike[str]) -> CheckpointReader:
@@ -367,16 +374,16 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
         FileError: on every rank: a file is missing, has changed since it was written, or contains other data than
             tensors. The message names the file and the fault.
     """
-    place = Path(path)
+    requested = Path(path)
 
     def inspect() -> CheckpointReader:
-        folder = found_at(place)
+        folder = found_at(requested)
         if folder.is_symlink() or not folder.is_dir():
-            found = kind_of(folder, follow=False)
-            raise FileError(explain_error(str(place), found, "the folder of a checkpoint"))
+            kind = kind_of(folder, follow=False)
+            raise FileError(explain_error(str(requested), kind, "the folder of a checkpoint"))
         manifest = read_manifest(folder)
         manifest.check_files(folder, [*BESIDE, *sorted(manifest.files)[this_rank() :: world_size()]])
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         return CheckpointReader(folder, manifest.tensors, settings)
 
-    return together(inspect)
+    return on_every_rank(inspect)

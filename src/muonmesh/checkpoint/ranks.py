@@ -1,7 +1,7 @@
 """Ranks: runs work on every rank, and raises on all ranks if the work fails on one rank.
 
-`together` raises the same FileError on every rank. `results_of_all_ranks` also gives every rank the results of
-all ranks.
+`on_every_rank` raises the same FileError on every rank. `results_of_all_ranks` also gives every rank the
+results of all ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def settled(work: Callable[[], T], *, kind: type[MuonMeshError] = StateError) ->
         Exception: on a rank whose work failed: the error of the work.
         MuonMeshError: on the other ranks: an error of the class ``kind`` that reports the failure.
     """
-    found: list[T] = []
-    results_of_all_ranks(lambda: found.append(work()), kind=kind)
-    return found[0]
+    results: list[T] = []
+    results_of_all_ranks(lambda: results.append(work()), kind=kind)
+    return results[0]
 
 
-def together(work: Callable[[], T]) -> T:
+def on_every_rank(work: Callable[[], T]) -> T:
     """Run work on all ranks, and return this rank's result when the work has succeeded on all. Called on all ranks.
 
     Raises:
@@ -37,19 +37,19 @@ def together(work: Callable[[], T]) -> T:
         Exception: on a rank whose work raised another error: this error. The other ranks raise a FileError that reports
             it.
     """
-    found: list[T] = []
+    results: list[T] = []
 
-    def told() -> str | None:
+    def report() -> str | None:
         try:
-            found.append(work())
+            results.append(work())
         except FileError as error:
             return str(error)
         return None
 
-    for message in results_of_all_ranks(told, kind=FileError):
+    for message in results_of_all_ranks(report, kind=FileError):
         if message is not None:
             raise FileError(message)
-    return found[0]
+    return results[0]
 
 
 def first_difference(of_ranks: Iterable[Mapping[K, object]]) -> tuple[K, int, int] | None:
@@ -65,4 +65,4 @@ def first_difference(of_ranks: Iterable[Mapping[K, object]]) -> tuple[K, int, in
 
 def on_first_rank(work: Callable[[], None]) -> None:
     """Run work on rank 0 only; if it fails, raise on all ranks. Called on all ranks."""
-    together(work if this_rank() == 0 else lambda: None)
+    on_every_rank(work if this_rank() == 0 else lambda: None)

@@ -1,6 +1,6 @@
-"""Record: one parameter and its state, as whole tensors, of which this rank stores some boxes.
+"""ParameterRecord: one parameter and its state, as whole tensors, of which this rank stores some boxes.
 
-`Recorded` gives `muonmesh.checkpoint` the Records of a `Muon`; integrations derive classes of it.
+`CheckpointedOptimizer` gives `muonmesh.checkpoint` the ParameterRecords of a `Muon`; integrations derive classes of it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def boxes_of(local: Tensor, layout: Layout | None, shape: tuple[int, ...]) -> Bo
     }
 
 
-class Share(NamedTuple):
+class LocalBoxes(NamedTuple):
     """What this rank writes of one tensor of a checkpoint.
 
     Attributes:
@@ -67,11 +67,11 @@ STATE = "optimizer.state"
 """The prefixes of the names of weights and of state in a checkpoint, as in torch's checkpoints."""
 
 IN_PLACE = Precision(torch.float32, torch.float32, None)
-"""The default precision of a Record: fp32, no master weights, and state on the parameter's device."""
+"""The default precision of a ParameterRecord: fp32, no master weights, and state on the parameter's device."""
 
 
 @dataclass(frozen=True)
-class Record:
+class ParameterRecord:
     """One parameter with its state, as a checkpoint saves and loads them; or a tensor that no optimizer steps.
 
     Attributes:
@@ -102,11 +102,11 @@ class Record:
     @property
     def products(self) -> str:
         """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set."""
-        told, device = self.precision, self.parameter.tensor.device
-        asked, steps = self.group["ns_coefficients"], self.group["ns_steps"]
-        named = choose(asked, steps, device=device, dtype=told.compute)
-        products = told_products(told.kernels, device=device, dtype=told.compute)
-        return f"{products}, {named}" if asked == "auto" else products
+        precision, device = self.precision, self.parameter.tensor.device
+        coefficients, steps = self.group["ns_coefficients"], self.group["ns_steps"]
+        named = choose(coefficients, steps, device=device, dtype=precision.compute)
+        products = told_products(precision.kernels, device=device, dtype=precision.compute)
+        return f"{products}, {named}" if coefficients == "auto" else products
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +128,7 @@ class Record:
         """Return the storage of an entry."""
         return self.parameter.storage if part is None else part.layout.storage
 
-    def shares(self) -> Iterator[tuple[str, Share]]:
+    def shares(self) -> Iterator[tuple[str, LocalBoxes]]:
         """Yield what this rank writes of each entry that it has, by name.
 
         The weights are those in the precision in which they are trained, so a checkpoint has no separate master
@@ -144,7 +144,7 @@ class Record:
     def boxes_for(self, part: StateForm | None, dtype: torch.dtype) -> Boxes:
         """Return new memory for this rank's boxes of an entry, so that loading does not change memory in use."""
         device = local_of(self.parameter.tensor).device if part is None else part.device
-        return wanted(self.storage_of(part), dtype, device)
+        return new_boxes(self.storage_of(part), dtype, device)
 
     def take(self, part: StateForm | None, boxes: Boxes | None) -> None:
         """Copy what was read of an entry into the weights or the state; None resets state as before the first step."""
@@ -159,18 +159,22 @@ class Record:
         if self.dtype != tensor.dtype:
             state = self.states[tensor]
             if "master" not in state:
-                copy = self.precision.copy_of(local_of(tensor), self.dtype, wait=True)  # the CPU writes it
-                state["master"] = storage.wrap(copy)
+                *_, form = self.parameter.forms(self.precision, master=True)
+                state["master"] = form.fresh()
+                local_of(state["master"]).copy_(local_of(tensor).detach())
             fill(local_of(state["master"]), storage, boxes)
 
     def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
-        held = self.state.get(part.key)
-        if boxes is None and held is None:
+        state_tensor = self.state.get(part.key)
+        if boxes is None and state_tensor is None:
             return
-        if held is None or local_of(held).dtype != part.dtype or tuple(local_of(held).shape) != part.shape:
-            held = part.layout.fresh(part.shape, part.dtype, self.parameter.tensor.device, self.precision)
-            self.states[self.parameter.tensor][part.key] = held
-        local, storage = local_of(held), part.layout.storage
+        dtype_and_shape = part.dtype, part.shape
+        if (
+            state_tensor is None
+            or (local_of(state_tensor).dtype, tuple(local_of(state_tensor).shape)) != dtype_and_shape
+        ):
+            state_tensor = self.states[self.parameter.tensor][part.key] = part.fresh()
+        local, storage = local_of(state_tensor), part.layout.storage
         if boxes is None:
             for box in boxes_of(local, storage.layout, storage.shape).values():
                 box.zero_()
@@ -178,19 +182,21 @@ class Record:
             fill(local, storage, boxes)
 
 
-def _written(local: Tensor, storage: Storage) -> Share:
+def _written(local: Tensor, storage: Storage) -> LocalBoxes:
     layout = storage.layout
     # On a mesh, all replicas have the same boxes, and `folder.write` writes each box once.
     # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
-    own = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
-    return Share(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if own else {})
+    is_written = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
+    return LocalBoxes(
+        storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if is_written else {}
+    )
 
 
-def wanted(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:
+def new_boxes(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:
     """Return new memory for this rank's boxes of a whole tensor, so that loading does not change memory in use."""
     span = storage.shape if storage.layout is None else (math.prod(local_shape(storage)),)
-    where = boxes_of(torch.empty(span, dtype=dtype, device="meta"), storage.layout, storage.shape)
-    return {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in where.items()}
+    empty_boxes = boxes_of(torch.empty(span, dtype=dtype, device="meta"), storage.layout, storage.shape)
+    return {at: torch.empty(box.shape, dtype=dtype, device=device) for at, box in empty_boxes.items()}
 
 
 def fill(local: Tensor, storage: Storage, boxes: Boxes) -> None:
@@ -202,7 +208,7 @@ def fill(local: Tensor, storage: Storage, boxes: Boxes) -> None:
         local.copy_(memory)
 
 
-class Recorded:
+class CheckpointedOptimizer:
     """What `muonmesh.checkpoint` saves of a `Muon` and loads into it.
 
     A framework that wraps the optimizer derives a class, and overrides the methods whose answers are others there. Only
@@ -224,11 +230,11 @@ class Recorded:
             state = self.optimizer.state[member.tensor]
             forms = member.forms(self.runtime.precision, master="master" in state)
             entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
-            prepare_state(entry, self.runtime.precision)
+            prepare_state(entry)
 
     @plain_modes()
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter of this rank, with its state.
+    def checkpoint_records(self) -> list[ParameterRecord]:
+        """Return a `ParameterRecord` of every parameter of this rank, with its state.
 
         The ranks communicate only if a rule keeps state at the owner of a matrix (the rank that orthogonalizes it), and
         no step has assigned the owners yet.
@@ -237,7 +243,7 @@ class Recorded:
             StateError: a parameter has state that the optimizer does not read.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
-        optimizer, runtime, records = self.optimizer, self.runtime, list[Record]()
+        optimizer, runtime, records = self.optimizer, self.runtime, list[ParameterRecord]()
         optimizer.finish()
         planned = plan(optimizer.param_groups, runtime)
         if not planned.connected and planned.plan.keepers:
@@ -248,9 +254,8 @@ class Recorded:
             forms = member.forms(runtime.precision, master=True)
             state, group = optimizer.state, optimizer.param_groups[member.group]
             check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-            saved = [each._replace(dtype=each.layout.saved_dtype(runtime.precision)) for each in forms]
-            parts = tuple(each for each in saved if each.key != "master")
-            records.append(Record(member, state, parts, group, runtime.precision))
+            parts = tuple(form.saved for form in forms if form.key != "master")
+            records.append(ParameterRecord(member, state, parts, group, runtime.precision))
         return records
 
     def checkpoint_changing(self) -> None:

@@ -1,8 +1,8 @@
 """Saves a model and its optimizer as a checkpoint that any layout can read, and loads it.
 
-`save` gets a Record of each parameter from the optimizer, makes a Share of each tensor in the Records, and writes the
-Shares with `folder.write`. `load` checks the folder with `folder.look`, finds with `fitting.fit` where each tensor
-goes, reads into new memory, and only then writes to the model and the optimizer.
+`save` gets a ParameterRecord of each parameter from the optimizer, and writes the LocalBoxes of each tensor in the
+records with `folder.write`. `load` checks the folder with `folder.look`, finds with `load_plan.plan_load` where each
+tensor goes, reads into new memory, and only then writes to the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.fitting import check_saved, fit, merged, settings_of
 from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.index import SETTINGS_FILE
-from muonmesh.checkpoint.ranks import first_difference, settled, together
-from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settings_of
+from muonmesh.checkpoint.manifest import SETTINGS_FILE
+from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
@@ -43,11 +43,11 @@ def refuse_extra_state(model: nn.Module) -> None:
             continue
         extra = module.get_extra_state()
         if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
-            where, found = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
+            subject, problem = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
             needed = "None or an empty tensor: extra state may be what executes when it is loaded"
             write = "Keep numbers in a buffer (register_buffer), save other things apart, and write "
             write += "module.get_extra_state = lambda: None"
-            raise StateError(explain_error(where, found, needed, write))
+            raise StateError(explain_error(subject, problem, needed, write))
 
 
 @plain_modes()
@@ -79,17 +79,17 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     Warns:
         UserWarning: on rank 0: replicas of a weight have drifted apart.
     """
-    host = settled(lambda: recorded(optimizer))
+    host = settled(lambda: checkpointed(optimizer))
     settled(host.refuse_if_interrupted)
     reshard(model)
     with host.whole(model, write=False):
         records = settled(lambda: _records(host, model))
         trained = [record for record in records if record.group]
 
-        def told() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
-            return {each.name: _digest(each) for each in records}, settings_of(trained), _sums(trained)
+        def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
+            return {record.name: _digest(record) for record in records}, settings_of(trained), _sums(trained)
 
-        digests, settings, sums = zip(*results_of_all_ranks(told, kind=StateError), strict=True)
+        digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -130,39 +130,40 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         FileError: on every rank: there is no complete checkpoint.
         TypeError: `save` does not take such an optimizer.
     """
-    host = settled(lambda: recorded(optimizer))
+    host = settled(lambda: checkpointed(optimizer))
     reshard(model)
     contents = look(path)
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        names = {name for some in gather_objects([record.name for record in records]) for name in some}
-        found = settled(lambda: fit(path, contents.held, contents.settings, records, names, strict=strict))
-        together(lambda: contents.read(found.boxes))
-        settled(found.check)
+        own_names = [record.name for record in records]
+        names = {name for names_of_rank in gather_objects(own_names) for name in names_of_rank}
+        plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, names, strict=strict))
+        on_every_rank(lambda: contents.read(plan.boxes))
+        settled(plan.check)
         host.checkpoint_changing()
-        settled(found.write)
+        settled(plan.write)
     host.checkpoint_restored()
 
 
-def recorded(optimizer: Any) -> Recorded:
+def checkpointed(optimizer: Any) -> CheckpointedOptimizer:
     """Return the optimizer of muonmesh inside wrappers, such as Accelerate's, Lightning's and DeepSpeed's.
 
     Raises:
         TypeError: there is no optimizer of muonmesh in the wrappers.
     """
     for inner in layers_of(optimizer):
-        if isinstance(inner, Recorded):
+        if isinstance(inner, CheckpointedOptimizer):
             return inner
         if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return Recorded(inner)
-    found = f"a {type(optimizer).__name__}"
+            return CheckpointedOptimizer(inner)
+    problem = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
-    raise TypeError(explain_error("optimizer", found, needed, write))
+    raise TypeError(explain_error("optimizer", problem, needed, write))
 
 
-def _records(host: Recorded, model: nn.Module) -> list[Record]:
+def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRecord]:
     """Return records of the tensors that the optimizer steps, then of frozen parameters and the persistent buffers.
 
     Raises:
@@ -178,21 +179,21 @@ def _records(host: Recorded, model: nn.Module) -> list[Record]:
     names = {record.name for record in records}
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     # A tied parameter has several names, and an optimizer may step a copy in another precision.
-    known = {id(record.parameter.tensor) for record in records}
-    known |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
+    known_ids = {id(record.parameter.tensor) for record in records}
+    known_ids |= {id(tensor) for name, tensor in tensors if saved_as(name) in names}
     modules = model.named_modules(remove_duplicate=False)
     passing = {f"{path}.{key}".lstrip(".") for path, module in modules for key in module._non_persistent_buffers_set}
     tensors += [entry for entry in model.named_buffers(remove_duplicate=False) if entry[0] not in passing]
     untrained = {}
     for name, tensor in tensors:
         name = saved_as(name)
-        if id(tensor) not in known and name not in names:
-            known.add(id(tensor))
+        if id(tensor) not in known_ids and name not in names:
+            known_ids.add(id(tensor))
             refuse_flattened(name, tensor)
             untrained[name] = tensor
     for name, tensor in untrained.items():
         storage = storage_of(name, tensor, None)
-        records.append(Record(OptimizedParameter(name, tensor, storage, storage)))
+        records.append(ParameterRecord(OptimizedParameter(name, tensor, storage, storage)))
     return records
 
 
@@ -203,51 +204,58 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _digest(record: Record) -> str:
+def _digest(record: ParameterRecord) -> str:
     """Return a hash of shape, dtype and layout, which must be equal on all ranks that have a tensor."""
     storage = record.parameter.storage
-    layout, told = storage.layout, f"{tuple(storage.shape)} {record.parameter.tensor.dtype}"
+    layout, text = storage.layout, f"{tuple(storage.shape)} {record.parameter.tensor.dtype}"
     if layout is not None:
-        told += f" {layout.describe()}" + (f" {layout.ranks}" if record.group else "")
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+        text += f" {layout.describe()}" + (f" {layout.ranks}" if record.group else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _sums(records: Iterable[Record]) -> dict[tuple[str, tuple[int, ...]], int]:
+def _sums(records: Iterable[ParameterRecord]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
     whole = [record.parameter for record in records if record.parameter.storage.replicated]
-    return {(each.name, each.ranks): int(sum_of_bits(each.storage, each.tensor, each.tensor.device)) for each in whole}
+    return {
+        (parameter.name, parameter.ranks): int(
+            sum_of_bits(parameter.storage, parameter.tensor, parameter.tensor.device)
+        )
+        for parameter in whole
+    }
 
 
-def _warn_of_drift(said: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
+def _warn_of_drift(sums_by_rank: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
     """Warn on rank 0 if replicas of a weight have different values; their checksums are those of each rank."""
-    if this_rank() == 0 and (found := first_difference(said)) is not None:
-        (name, _), before, rank = found
-        what = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
-        what += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
-        what += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
-        warn(about(name, what))
+    if this_rank() == 0 and (difference := first_difference(sums_by_rank)) is not None:
+        (name, _), before, rank = difference
+        message = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
+        message += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
+        message += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
+        warn(about(name, message))
 
 
-def _check_alike(said: Sequence[dict[str, str]], records: Iterable[Record]) -> None:
+def _check_alike(digests_by_rank: Sequence[dict[str, str]], records: Iterable[ParameterRecord]) -> None:
     """Check that a name means the same tensor on all ranks; of two tensors, only one would be saved.
 
     Raises:
         StateError: ranks hold different tensors under one name, or a rank that holds a part of a tensor does not pass
             the tensor to `save`.
     """
-    if (found := first_difference(said)) is not None:
-        name, before, rank = found
-        what = (
+    if (difference := first_difference(digests_by_rank)) is not None:
+        name, before, rank = difference
+        message = (
             f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
             "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
             'the ranks hold replicas of it, or of its shards, write Muon(..., process_group="world") or pass '
             "the group of the replicas. If they hold plain shards, declare them with layouts="
         )
-        raise StateError(about(name, what))
+        raise StateError(about(name, message))
     for record in records:
         layout = record.parameter.storage.layout
-        holders = [rank for rank, digests in enumerate(said) if record.name in digests]
+        holders = [rank for rank, digests in enumerate(digests_by_rank) if record.name in digests]
         needs = layout.ranks if layout is not None else ()
         if not set(needs) <= set(holders):
-            what = f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
-            raise StateError(about(record.name, f"{what}. Call save on all ranks, each with its own optimizer"))
+            message = (
+                f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
+            )
+            raise StateError(about(record.name, f"{message}. Call save on all ranks, each with its own optimizer"))

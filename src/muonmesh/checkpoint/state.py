@@ -18,7 +18,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
-from muonmesh.step.blocks import SCALE, Blocks
+from muonmesh.step.int8_momentum import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, check_state
@@ -57,23 +57,23 @@ class SavedGroup(OrderedDict[str, Any]):
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove and return an entry; with "params", set "param_names" to None."""
-        found = super().pop(key, *default)
+        entry = super().pop(key, *default)
         if key == "params" and "param_names" in self:
             self["param_names"] = None
-        return found
+        return entry
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain OrderedDict, which ``torch.load(weights_only=True)`` accepts."""
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: Blocks | None) -> None:
+def widen_state(states: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: Blocks | None) -> None:
     """Convert int8 state to fp32, in place, so that any layout and any ``state_dtype`` can load it.
 
     The next step converts the state back to the same int8 codes and scales, so no precision is lost.
 
     Args:
-        held: The optimizer's state; changed in place.
+        states: The optimizer's state; changed in place.
         planned: The plan with the parameters' layouts.
         wrote: The blocks that were in use when the codes were written.
 
@@ -81,7 +81,7 @@ def widen_state(held: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: 
         StateError: a parameter has been split into other matrices since then.
     """
     for member in planned.members:
-        entry = held.get(member.tensor, {})
+        entry = states.get(member.tensor, {})
         if any(key + SCALE in entry for key in member.state_layouts):
             planned.blocks.check(wrote, member.name, member.tensor, entry)
         for key, layout in member.state_layouts.items():
@@ -115,14 +115,16 @@ def refuse_torn(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mappi
         return
     for group in groups:
         keeps = rule_of(group).keeps() if is_matrix_rule(group["algorithm"]) and world_size() > 1 else {}
-        own = [key for key, kept in keeps.items() if "×" in kept]
-        if own and group["params"]:
-            found = f"{own[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
-            raise StateError(explain_error(group["param_names"][0], found, _NEEDED, _TORN))
+        owner_keys = [key for key, kept_as in keeps.items() if "×" in kept_as]
+        if owner_keys and group["params"]:
+            problem = (
+                f"{owner_keys[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
+            )
+            raise StateError(explain_error(group["param_names"][0], problem, _NEEDED, _TORN))
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
             if name in layouts and flat_layouts(layouts[name]) and not getattr(tensor, "_fsdp_flattened", False):
-                found = "a flat shard, of which every rank has other elements by this name"
-                raise StateError(explain_error(name, found, _NEEDED, _TORN))
+                problem = "a flat shard, of which every rank has other elements by this name"
+                raise StateError(explain_error(name, problem, _NEEDED, _TORN))
 
 
 def restore_state(
@@ -147,32 +149,39 @@ def restore_state(
     Raises:
         StateError: the state does not fit; nothing has been loaded then.
     """
-    given: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     before = [dict(group) for group in optimizer.param_groups]
     forms = dict[Tensor, dict[str, StateForm]]()
     for member in planned.members if planned is not None else ():
-        each = member.forms(precision, master=precision.master is not None)
-        forms[member.tensor] = {form.key: form for form in each}
+        member_forms = member.forms(precision, master=precision.master is not None)
+        forms[member.tensor] = {form.key: form for form in member_forms}
 
-    def inspect(_: torch.optim.Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
-        given.update(seen)
-        _check_groups(before, seen)
-        for name, parameter, entry in _entries(before, seen):
+    def inspect(_: torch.optim.Optimizer, hooked_state: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(hooked_state)
+        _check_groups(before, hooked_state)
+        for name, parameter, entry in _entries(before, hooked_state):
             tensors = {key: _tensor(key, value) for key, value in entry.items()}
             check_state(name, forms[parameter].values(), tensors, REFUSED)
-        return {**seen, "state": {key: {} for key in seen["state"]}}  # torch would cast state tensors on the device
+        return {
+            **hooked_state,
+            "state": {key: {} for key in hooked_state["state"]},
+        }  # torch would cast state tensors on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
             # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
-            own = {key: old[key] for key in _LEFT_OUT if key in old}
-            optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **own}
+            left_out = {key: old[key] for key in _LEFT_OUT if key in old}
+            optimizer.param_groups[number] = {
+                **old,
+                NORM_MEANS: FRESH_MEANS,
+                **optimizer.param_groups[number],
+                **left_out,
+            }
             optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
-        for _name, parameter, saved in _entries(before, given):
+        for _name, parameter, saved in _entries(before, loaded):
             for key, value in saved.items():
-                local, layout = local_of(_tensor(key, value).detach()), forms[parameter][key].layout
-                fresh = layout.fresh(local.shape, layout.saved_dtype(precision), parameter.device, precision)
-                local_of(fresh).copy_(local)
+                fresh = forms[parameter][key].saved.fresh()
+                local_of(fresh).copy_(local_of(_tensor(key, value).detach()))
                 optimizer.state[parameter][key] = fresh
 
     # `inspect` runs as the last hook before torch loads, `mend` as the first hook after it, so that users' hooks see
@@ -219,24 +228,24 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
         write = f"{_AS_SAVED}{_moved(saved_groups, groups)}"
         raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
     for group, saved in zip(groups, saved_groups, strict=True):
-        where = f"group {group['name']!r}"
+        subject = f"group {group['name']!r}"
         for key in ("algorithm", "matrices"):
             if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
-                found, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
-                raise StateError(explain_error(where, found, needed, _AS_SAVED))
-        kept = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
-        if "lr" in kept:
-            kept["lr"] = _on_host(kept["lr"])
+                problem, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
+                raise StateError(explain_error(subject, problem, needed, _AS_SAVED))
+        settings = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
+        if "lr" in settings:
+            settings["lr"] = _on_host(settings["lr"])
         try:
-            check_structure(f"{where} of the state", {**group, **kept, "params": group["params"]})
-            check_group(f"{where} of the state", {**group, **kept})
+            check_structure(f"{subject} of the state", {**group, **settings, "params": group["params"]})
+            check_group(f"{subject} of the state", {**group, **settings})
         except (TypeError, ValueError) as error:
             raise StateError(str(error)) from None
         names = list(map(canonical_name, saved.get("param_names") or group["param_names"]))
         if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
-            found = "its parameters in another order in the state"
+            problem = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
-            raise StateError(explain_error(where, found, f"{needed}of another", _AS_SAVED))
+            raise StateError(explain_error(subject, problem, f"{needed}of another", _AS_SAVED))
 
 
 def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -248,13 +257,13 @@ def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:
 
 def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str:
     """Return sentences for a message: which parameters, three of them, are in another group than in the state."""
-    there, here = (
-        {canonical_name(name): repr(group.get("name")) for group in some for name in group.get("param_names") or ()}
-        for some in (saved, groups)
+    in_state, current = (
+        {canonical_name(name): repr(group.get("name")) for group in side for name in group.get("param_names") or ()}
+        for side in (saved, groups)
     )
-    told = [
-        f". The group of {name} is {there.get(name, 'missing')} in the state and {here.get(name, 'missing')} here"
-        for name in {**here, **there}
-        if there.get(name) != here.get(name)
+    sentences = [
+        f". The group of {name} is {in_state.get(name, 'missing')} in the state and {current.get(name, 'missing')} here"
+        for name in {**current, **in_state}
+        if in_state.get(name) != current.get(name)
     ]
-    return "".join(told[:3]) if there else ""
+    return "".join(sentences[:3]) if in_state else ""

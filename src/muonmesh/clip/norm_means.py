@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 
 DECAY = 0.95

@@ -15,7 +15,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gradients import GradientSource, whole_gradient
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.pinned_copies import pinned
 
 Said = bool | Sequence[int] | Tensor | None
 """What a rank says to the questions of one name: numbers that the CPU knows, or a tensor, for which the CPU does not

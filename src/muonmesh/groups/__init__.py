@@ -2,7 +2,7 @@
 
 from muonmesh.groups.classifiers import Classifier, register, unregister
 from muonmesh.groups.example import Example
-from muonmesh.groups.sites import Role, Site
+from muonmesh.groups.parameter_sites import Role, Site
 from muonmesh.groups.split import ParamGroups, split_params
 
 __all__ = ["Classifier", "Example", "ParamGroups", "Role", "Site", "register", "split_params", "unregister"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.sites import Kind, MuonOrAdamW, Role, Site, class_of
+from muonmesh.groups.parameter_sites import Kind, MuonOrAdamW, Role, Site, class_of
 from muonmesh.layout.matrix import as_tuples
 
 Classifier = Callable[[Site], Role | None]
@@ -38,10 +38,10 @@ def register(classifier: Classifier) -> Classifier:
     Raises:
         TypeError: ``classifier`` is not callable.
     """
-    given: object = classifier
-    if not callable(given):
+    candidate: object = classifier
+    if not callable(candidate):
         needed = "a function of a Site that returns a Role or None"
-        raise TypeError(explain_error("register", f"{given!r}", needed, "Pass the function itself"))
+        raise TypeError(explain_error("register", f"{candidate!r}", needed, "Pass the function itself"))
     if classifier not in _registered:
         _registered.insert(0, classifier)
     return classifier
@@ -76,8 +76,8 @@ def _checked(site: Site, role: object, said_by: str) -> Role:
     by, write = f"from the classifier {said_by} for {class_of(site.module)}", "Correct the classifier"
     if not isinstance(role, Role):
         raise TypeError(explain_error(site.name, f"{role!r} {by}", "a muonmesh.groups.Role or None", write))
-    known = role.algorithm in get_args(MuonOrAdamW) and role.kind in get_args(Kind) and isinstance(role.reason, str)
-    if not known or (role.algorithm == "muon" and (role.kind != "matrices" or role.matrices is None)):
+    is_role = role.algorithm in get_args(MuonOrAdamW) and role.kind in get_args(Kind) and isinstance(role.reason, str)
+    if not is_role or (role.algorithm == "muon" and (role.kind != "matrices" or role.matrices is None)):
         needed = 'Role("muon", "matrices", reason, matrices) or Role("adamw", kind, reason, matrices or None) with a '
         needed += f"kind of {', '.join(map(repr, get_args(Kind)))}"
         raise ValueError(explain_error(site.name, f"{role} {by}", needed, write))

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from muonmesh.errors import called, explain_error
-from muonmesh.groups.graph import Seen, seen_by
-from muonmesh.groups.sites import unwrapped
+from muonmesh.groups.graph import Facts, facts_of_graph
+from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.numerics.kernels.threads import plain_modes
 
 Example = tuple[Any, ...] | Mapping[str, Any] | Tensor | Callable[[], Any]
@@ -29,7 +29,7 @@ _SHARDED = "Write groups = split_params(model, example=...) before the model is 
 _SHARDED += "and Muon(groups.held_by(model)) after it"
 
 
-def seen_in(model: nn.Module, example: Any, *, sharded: str = _SHARDED) -> dict[int, Seen]:
+def facts_of_example(model: nn.Module, example: Any, *, sharded: str = _SHARDED) -> dict[int, Facts]:
     """Return what one forward shows of each parameter, by its id; parameters that it does not use are missing.
 
     Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
@@ -43,12 +43,12 @@ def seen_in(model: nn.Module, example: Any, *, sharded: str = _SHARDED) -> dict[
         ValueError: the model is sharded; or the forward raises; or it returns nothing that depends on a parameter.
     """
     model = unwrapped(model)
-    for name, each in model.named_parameters():
-        if nn.parameter.is_lazy(each) or getattr(each, "_is_flat_param", False):
+    for name, weight in model.named_parameters():
+        if nn.parameter.is_lazy(weight) or getattr(weight, "_is_flat_param", False):
             return {}  # `role` refuses the parameter
-        if isinstance(each, DTensor) or hasattr(each, "ds_shape"):
-            found = f"example= for a model that is sharded: this process has a part of {name}"
-            raise ValueError(explain_error(called("split_params"), found, "whole weights", sharded))
+        if isinstance(weight, DTensor) or hasattr(weight, "ds_shape"):
+            problem = f"example= for a model that is sharded: this process has a part of {name}"
+            raise ValueError(explain_error(called("split_params"), problem, "whole weights", sharded))
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):
         return _read(model, model, example)
     if isinstance(example, Mapping):
@@ -56,8 +56,8 @@ def seen_in(model: nn.Module, example: Any, *, sharded: str = _SHARDED) -> dict[
     elif isinstance(example, Tensor | tuple):
         args, kwargs = (example,) if isinstance(example, Tensor) else example, {}
     else:
-        found = f"example= of type {type(example).__name__}"
-        raise TypeError(explain_error(called("split_params"), found, _MEANT, "Write example=(inputs,)"))
+        problem = f"example= of type {type(example).__name__}"
+        raise TypeError(explain_error(called("split_params"), problem, _MEANT, "Write example=(inputs,)"))
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # Some kernels take bf16 alone on meta, as those for experts.
     for bf16, made_up in ((False, False), (True, False), (True, True))[: 3 if on_meta else 2]:
@@ -77,7 +77,7 @@ class _MadeUp(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, *, bf16: bool, made_up: bool) -> dict[int, Seen]:
+def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, *, bf16: bool, made_up: bool) -> dict[int, Facts]:
     """Run a forward of a copy of a model on meta, in its dtype or in bf16, maybe with numbers; return what it shows."""
 
     def moved(value: Any) -> Any:
@@ -101,12 +101,12 @@ def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, *, bf16: bool, made_
         return _read(model, twin, lambda: twin(*inputs[0], **inputs[1]))
 
 
-def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict[int, Seen]:
+def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict[int, Facts]:
     """Run a forward of ``runs``, which is ``model`` or a copy of it, and return what it shows of its parameters."""
     named = list(runs.named_parameters())
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     eager = torch.compiler.set_stance("force_eager")  # a compiled function is one node, which hides its products
-    with plain_modes(), _kept(runs), torch.enable_grad(), eager:
+    with plain_modes(), _restored(runs), torch.enable_grad(), eager:
         for _, parameter in named:  # what frozen layers make is no input
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_()
@@ -116,19 +116,19 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
             with inputs:
                 outputs = list(tensors_in(forward()))
         except Exception as error:
-            what = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            found = f"example=, with which the model's forward raises {what}"
+            raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            problem = f"example=, with which the model's forward raises {raised}"
             write = "Write an example with which the forward runs, or leave it out"
-            raise ValueError(explain_error(called("split_params"), found, _MEANT, write)) from error
+            raise ValueError(explain_error(called("split_params"), problem, _MEANT, write)) from error
         finally:
             handle.remove()
-        seen = seen_by(outputs, named, inputs.tensors)
-    if not seen:
-        found = "example=, with which the model returns no tensor that depends on a weight"
+        facts = facts_of_graph(outputs, named, inputs.tensors)
+    if not facts:
+        problem = "example=, with which the model returns no tensor that depends on a weight"
         needed = "its outputs or its loss, with their graph"
         write = "Return them without detach() and outside torch.no_grad(), or leave example= out"
-        raise ValueError(explain_error(called("split_params"), found, needed, write))
-    return {id(own[name]): facts for name, facts in seen.items()}
+        raise ValueError(explain_error(called("split_params"), problem, needed, write))
+    return {id(parameters[name]): attributes for name, attributes in facts.items()}
 
 
 class _Inputs(TorchFunctionMode):
@@ -148,10 +148,10 @@ class _Inputs(TorchFunctionMode):
 
     def ask(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the inputs of a module, as a hook before its forward."""
-        asked: tuple[Any, Any] = tree_map(self._asked, (args, kwargs))
-        return asked
+        marked: tuple[Any, Any] = tree_map(self._marked, (args, kwargs))
+        return marked
 
-    def _asked(self, value: Any) -> Any:
+    def _marked(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.clone()
@@ -177,7 +177,7 @@ class _Inputs(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[None]:
     """Return a context in which a model has copies of its buffers, and which puts back what a forward may change.
 
     These are the buffers, modes, gradients, what requires them, and torch's random numbers.
@@ -185,12 +185,12 @@ def _kept(model: nn.Module) -> Iterator[None]:
     modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
     required = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     for parameter, *_ in required:
         parameter.grad = None  # a function may call backward
     for module, _, buffers in modules:
         module._buffers.update((key, copies[id(buffer)]) for key, buffer in buffers.items() if buffer is not None)
-    with torch.random.fork_rng([place for place in places if place.type == "cuda"]):
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
             yield
         finally:
@@ -203,22 +203,22 @@ def _kept(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def tensors_in(value: Any, known: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned; ``known`` are the objects that have been looked at."""
-    known = set() if known is None else known
+def tensors_in(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned; ``visited`` are the objects that have been looked at."""
+    visited = set() if visited is None else visited
     parts: list[Any] = []
     if isinstance(value, Tensor):
         yield value
-    elif id(value) in known:
+    elif id(value) in visited:
         return
     elif isinstance(value, Mapping):
         parts = list(value.values())
     elif isinstance(value, list | tuple | set):
         parts = list(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, each.name) for each in dataclasses.fields(value)]
+        parts = [getattr(value, attribute.name) for attribute in dataclasses.fields(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
         parts = [part for part in vars(value).values() if not callable(part)]
-    known.add(id(value))
+    visited.add(id(value))
     for part in parts:
-        yield from tensors_in(part, known)
+        yield from tensors_in(part, visited)

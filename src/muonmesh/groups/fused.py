@@ -1,19 +1,41 @@
-"""Fused weights of known modules of `transformers`: which rows belong to which matrix, if no forward has been read.
+"""Fused weights of known modules: which rows belong to which matrix, if no forward has been read or can show it.
 
 A wrong split is a wrong update without an error. So an order is listed only if it was read in the module's forward;
-`tests/unit/test_groups.py` runs these forwards. A module is recognized by its class, not by the parameter's name. The
+`tests/groups/test_split.py` runs these forwards. A module is recognized by its class, not by the parameter's name. The
 sizes that the module states must add up to the parameter's size; otherwise the parameter stays whole.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from muonmesh.groups.ends import features_of
-from muonmesh.groups.sites import Matrices, Site, class_names, class_of, global_shape
+from muonmesh.groups.parameter_sites import Matrices, Site, class_names, class_of, global_shape
+from muonmesh.layout.matrix import parts_of
+
+
+class Fused(NamedTuple):
+    """What the class of a module tells of a weight out × in.
+
+    Attributes:
+        cut: How its rows split; None for one matrix or unknown.
+        parts: The names of the parts.
+        certain: Whether this counts more than a forward, which may not show the parts.
+    """
+
+    cut: Matrices | None = None
+    parts: str = ""
+    certain: bool = False
+
+
+def _equal(count: int) -> Callable[[Any, int], Matrices]:
+    return lambda _, out: ("rows", *[out // count] * count)
+
+
+def _gates(owner: Any, out: int) -> Matrices | None:
+    size = owner.hidden_size
+    return None if out == size else ("rows", *[size] * (out // size))
 
 
 def _grouped_query(owner: Any, out: int) -> Matrices:
@@ -45,80 +67,83 @@ def _latent(owner: Any, out: int) -> Matrices:
     return ("interleaved", 2, 0, key) if key == value else ("interleaved", (key, value), 0)
 
 
-def _quarters(owner: Any, out: int) -> Matrices:  # four groups of heads for four TPU cores, each q, v, k
-    return ("interleaved", 3, 0, out // 12)
-
-
 def _splits(owner: Any, out: int) -> Matrices:
     return ("rows", *[owner.split_size] * (out // owner.split_size))
 
 
-# Class of the module around a linear layer, name of the layer in it, split of the layer's rows, and what the parts are.
-# The first match counts, so exceptions come before the rule that they break. transformers 5.23.
-_ORDERS: tuple[tuple[str, str, Callable[[Any, int], Matrices], str], ...] = (
-    ("(GPTNeoX(Japanese)?|Bloom|Persimmon)Attention", "query_key_value", _by_head, "q, k, v head by head"),
-    ("FalconAttention", "query_key_value", _falcon, "q, k, v"),
-    ("CodeGenAttention", "qkv_proj", _quarters, "q, v, k by quarters"),
-    ("(GPT2|ImageGPT|DecisionTransformerGPT2|)Attention", "c_attn", _splits, "q, k, v"),
-    ("GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
-    ("Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
-    ("DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
-    ("(?!Exaone4_5_Vision).*Attention", "qkv", lambda _, out: ("rows", *[out // 3] * 3), "q, k, v"),
-    (".*Attention", "kv_b_proj", _latent, "k, v head by head"),
-    (".*", "gate_up_proj", lambda _, out: ("rows", *[out // 2] * 2), "gate, up"),
+def _gate_up(owner: Any, out: int) -> Matrices | None:
+    """Whether gate and up follow each other or alternate, a module of experts may say by `is_concatenated`."""
+    names = class_names(owner, "transformers")
+    joined = getattr(owner, "is_concatenated", "GptOssExperts" not in names if names else None)
+    return None if joined is None else ("rows", out // 2, out // 2) if joined else ("interleaved", 2, 0)
+
+
+# Library and class of the module around a layer or a parameter, its name in the module, split of its rows (None: one
+# matrix), and what the parts are. The first match counts, so exceptions come before their rule. transformers 5.23.
+_ORDERS: tuple[tuple[str, str, Callable[[Any, int], Matrices | None] | None, str], ...] = (
+    ("torch:MultiheadAttention", "in_proj_weight", _equal(3), "q, k, v"),
+    ("torch:MultiheadAttention", ".*", None, ""),
+    ("torch:RNN(Cell)?Base", "weight_hr.*", None, ""),
+    ("torch:RNN(Cell)?Base", "weight_.*", _gates, "gates"),
+    ("transformers:(GPTNeoX(Japanese)?|Bloom|Persimmon)Attention", "query_key_value", _by_head, "q, k, v head by head"),
+    ("transformers:FalconAttention", "query_key_value", _falcon, "q, k, v"),
+    (
+        "transformers:CodeGenAttention",
+        "qkv_proj",
+        lambda _, out: ("interleaved", 3, 0, out // 12),
+        "q, v, k by quarters",
+    ),
+    ("transformers:(GPT2|ImageGPT|DecisionTransformerGPT2|)Attention", "c_attn", _splits, "q, k, v"),
+    ("transformers:GPTBigCodeAttention", "c_attn", _bigcode, "q, k, v"),
+    ("transformers:Phi(3|4Multimodal)Attention", "qkv_proj", _grouped_query, "q, k, v"),
+    ("transformers:DbrxAttention", "Wqkv", _grouped_query, "q, k, v"),
+    ("transformers:(?!Exaone4_5_Vision).*Attention", "qkv", _equal(3), "q, k, v"),
+    ("transformers:.*Attention", "kv_b_proj", _latent, "k, v head by head"),
+    ("transformers:DbrxExpertGLU", "w1|v1", lambda owner, _: ("heads", owner.moe_num_experts, 0), "experts"),
+    (
+        "transformers:DbrxExpertGLU",
+        "w2",
+        lambda owner, _: ("transposed", ("heads", owner.moe_num_experts, 1)),
+        "experts",
+    ),
+    (".*", "gate_up_proj", _gate_up, "gate, up"),
 )
 
 
-def known_cut(site: Site) -> tuple[Matrices | None, str]:
-    """Return how the rows of a weight out × in split, and the names of the parts; None for one matrix or unknown.
+def known_cut(site: Site, out: int) -> Fused:
+    """Return how the ``out`` rows of a weight out × in split by the class of the module that holds it.
 
     A module that holds only this layer, or this layer and its norm, is treated like the layer itself.
     """
-    out = (features_of(site.module) or (0,))[0]
-    for (name, _), (_, owner) in itertools.pairwise(site.owners) if out else ():
-        classes = class_names(owner, "transformers")
-        for around, layer, order, parts in _ORDERS:
-            if re.fullmatch(layer, name) and any(re.fullmatch(around, each) for each in classes):
-                cut = order(owner, out)
-                return (cut, f"{parts} ({class_of(owner)})") if _fits(cut, out) else (None, "")
+    keys = (site.key, *(name for name, _ in site.owners))
+    for name, (_, owner) in zip(keys, site.owners, strict=False):
+        classes = [f"{c.__module__.partition('.')[0]}:{c.__name__}" for c in type(owner).__mro__]
+        for around, inner, order, parts in _ORDERS:
+            if re.fullmatch(inner, name) and any(re.fullmatch(around, class_name) for class_name in classes):
+                cut, certain = None if order is None else order(owner, out), around.startswith("torch:")
+                fits = count_of(cut, out) > 1
+                return Fused(cut, f"{parts} ({class_of(owner)})", certain) if fits else Fused(certain=certain)
         if sum(len(global_shape(p)) > 1 for p in owner.parameters()) > 1:
             break
-    return None, ""
+    return Fused()
 
 
-def _fits(cut: Any, out: int) -> bool:
-    kind, sizes = cut[0], tuple(cut[1:])
-    if kind == "rows":
-        return bool(min(sizes) > 0 and sum(sizes) == out)
-    count, _, block = (*sizes, 1)[:3]  # of an interleaved split
-    turn = sum(count) if isinstance(count, tuple) else count * block
-    return bool(turn > 0 and out % turn == 0)
+def count_of(cut: Matrices | None, out: int) -> int:
+    """Return the number of matrices in a split of ``out`` rows; 0 if it does not fit."""
+    try:
+        return len(parts_of("", (out, 1), cut or "whole"))
+    except ValueError:
+        return 0
 
 
-def expert_cut(site: Site) -> tuple[Matrices | None, str, bool]:
-    """Return how the rows of each expert of a stack split, the names of the parts, and whether it is stored in × out.
+def is_turned(experts: Any) -> bool:
+    """Whether a module stores its experts in × out.
 
-    A module of `transformers` may have attributes for both facts: whether experts are stored in × out
-    (`is_transposed`), and whether gate and up follow each other or alternate (`is_concatenated`). Without them, the
-    first fact follows from the shapes (the output of `gate_up_proj` is twice the input of `down_proj`), and the second
-    from the class.
+    The attribute `is_transposed` of `transformers` says it; without it, it follows from the shapes: the output of
+    `gate_up_proj` is twice the input of `down_proj`.
     """
-    module, names = site.module, class_names(site.module, "transformers")
-    transposed = getattr(module, "is_transposed", None)
-    if transposed is None:
-        up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-        shapes = [] if up is None or down is None else [global_shape(up), global_shape(down)]
-        transposed = [len(shape) for shape in shapes] == [3, 3] and shapes[0][1:] == (shapes[1][2], 2 * shapes[1][1])
-    rows = site.shape[2 if transposed else 1]
-    joined = getattr(module, "is_concatenated", "GptOssExperts" not in names if names else None)
-    if site.key != "gate_up_proj" or joined is None or rows % 2:
-        return None, "", transposed
-    return ("rows", rows // 2, rows // 2) if joined else ("interleaved", 2, 0), "gate and up", transposed
-
-
-def experts_in_two_dims(site: Site) -> Matrices | None:
-    """Return the split of a stack of experts that is stored in two dims, one below the other; None for others."""
-    if "DbrxExpertGLU" not in class_names(site.module, "transformers") or len(site.shape) != 2:
-        return None
-    down, count = site.key == "w2", site.module.moe_num_experts  # w2 is used in × out
-    return ("transposed", ("heads", count, 1)) if down else ("heads", count, 0)
+    if (transposed := getattr(experts, "is_transposed", None)) is not None:
+        return bool(transposed)
+    up, down = (getattr(experts, name, None) for name in ("gate_up_proj", "down_proj"))
+    shapes = [] if up is None or down is None else [global_shape(up), global_shape(down)]
+    return [len(shape) for shape in shapes] == [3, 3] and shapes[0][1:] == (shapes[1][2], 2 * shapes[1][1])

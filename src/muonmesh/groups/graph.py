@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from muonmesh.groups.sites import Matrices, global_shape
+from muonmesh.groups.parameter_sites import Matrices, global_shape
 from muonmesh.names import starred
 
 # The places of the two operands among the inputs of a product; the second of a layer's is its weight, out × in.
@@ -35,6 +35,7 @@ _MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
 _MARKS = {"RegisterPostBackwardFunction", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 _JOINS = {"Cat", "Stack"}
+_TAKES_ACTIVATIONS = {"Add", "Sub", "Where", "NativeLayerNorm", "FusedRmsNorm", *_JOINS}
 _VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
 # These keep every feature apart, if the other operand is no activation.
 _EACH = {"Add", "Sub", "Mul", "Div", "Neg", "Exp", "Pow", "Clamp", "ClampMin", "ClampMax", "MaskedFill", "Where"}
@@ -46,28 +47,28 @@ _MOST_PARTS = 16
 
 
 @dataclass
-class Seen:
+class Facts:
     """What a forward showed of one parameter.
 
     Attributes:
-        does: "multiplies" activations, is "looked up", or makes a weight ("computed"); None if none of these was seen
-            without doubt.
+        does: "multiplies" activations, is "looked up", makes a weight ("computed"), or else is "added" to activations,
+            also by being joined with them; None if none of these was seen without doubt.
         stored: Whether a matrix is stored "out×in" or "in×out"; None if the graph does not tell.
         first: Whether it only reads the model's inputs; None: unknown.
         last: Whether it makes outputs that no other layer reads; None: unknown.
         cut: How the out dim is cut into parts, as an entry of "matrices" for a matrix out × in: "whole" if it is not
             cut; None: unknown.
-        grouped: Whether it is the weight of a convolution in several groups.
+        groups: The number of groups of the convolution whose weight it is; 0 for other weights.
         hidden: Whether something that hides what it computes reads it, or what it makes, so that there may be more
             parts than ``cut`` has.
     """
 
-    does: Literal["multiplies", "looked up", "computed"] | None = None
+    does: Literal["multiplies", "looked up", "computed", "added"] | None = None
     stored: Literal["out×in", "in×out"] | None = None
     first: bool | None = None
     last: bool | None = None
     cut: Matrices | None = None
-    grouped: bool = False
+    groups: int = 0
     hidden: bool = False
 
 
@@ -88,14 +89,14 @@ class Form(NamedTuple):
         for size in shape:
             dim = []
             while size > 1:
-                held, stride = atoms.pop(0) if atoms else (0, 0)
-                taken = min(held, size)
-                if not taken or size % taken or held % taken:
+                available, stride = atoms.pop(0) if atoms else (0, 0)
+                count = min(available, size)
+                if not count or size % count or available % count:
                     return None
-                dim.append((taken, stride * (held // taken)))
-                size //= taken
-                if held > taken:
-                    atoms.insert(0, (held // taken, stride))
+                dim.append((count, stride * (available // count)))
+                size //= count
+                if available > count:
+                    atoms.insert(0, (available // count, stride))
             dims.append(tuple(dim))
         return None if atoms else self._replace(dims=tuple(dims))
 
@@ -120,12 +121,12 @@ class Form(NamedTuple):
 
 def _merged(atoms: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (size, stride) pairs, with one for each run of pairs that step on through the same numbers."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for size, stride in atoms:
-        if found and found[-1][1] == size * stride:  # also of two strides of 0
-            size *= found.pop()[0]
-        found.append((size, stride))
-    return found
+        if runs and runs[-1][1] == size * stride:  # also of two strides of 0
+            size *= runs.pop()[0]
+        runs.append((size, stride))
+    return runs
 
 
 _T = TypeVar("_T")
@@ -136,8 +137,8 @@ def _reached(starts: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iter
     todo = list(dict.fromkeys(starts))
     met = set(todo)
     while todo:
-        yield (here := todo.pop())
-        new = [each for each in dict.fromkeys(onward(here)) if each not in met]
+        yield (current := todo.pop())
+        new = [neighbor for neighbor in dict.fromkeys(onward(current)) if neighbor not in met]
         met.update(new)
         todo += new
 
@@ -181,13 +182,13 @@ class Node:
     @property
     def is_opaque(self) -> bool:
         """Whether it hides what it computes: a checkpoint, a compiled or a custom function."""
-        known = self.kind in _MOVED or self.kind in _LAYERS
-        return not known and (isinstance(self.fn, torch._C._FunctionBase) or "CppNode" in self.kind)
+        transparent = self.kind in _MOVED or self.kind in _LAYERS
+        return not transparent and (isinstance(self.fn, torch._C._FunctionBase) or "CppNode" in self.kind)
 
     @property
     def operands(self) -> list[Edge | None]:
         """Where the two operands of a product come from; empty for others."""
-        return [self.below[place] for place in _PRODUCTS.get(self.kind) or _LAYERS.get(self.kind) or ()]
+        return [self.below[position] for position in _PRODUCTS.get(self.kind) or _LAYERS.get(self.kind) or ()]
 
     @property
     def sources(self) -> list[Node]:
@@ -198,17 +199,17 @@ class Node:
         """Return the shape of one of its outputs."""
         return tuple(int(size) for size in self.fn._input_metadata[number].shape)
 
-    def others(self, place: int) -> list[Edge]:
+    def others(self, position: int) -> list[Edge]:
         """Return where its inputs come from, but for one."""
-        return [edge for i, edge in enumerate(self.below) if i != place and edge is not None]
+        return [edge for i, edge in enumerate(self.below) if i != position and edge is not None]
 
-    def adds(self, place: int) -> bool:
+    def adds(self, position: int) -> bool:
         """Whether it is a product, and this input is what it adds."""
-        return place == 0 and self.kind in ("Addmm", "Baddbmm", "Addbmm")
+        return position == 0 and self.kind in ("Addmm", "Baddbmm", "Addbmm")
 
     def is_below(self, top: Node) -> bool:
         """Whether the value of ``top`` is computed from that of this node."""
-        return self in _reached([top], lambda node: [each for each in node.sources if each.number >= self.number])
+        return self in _reached([top], lambda node: [source for source in node.sources if source.number >= self.number])
 
 
 Edge = tuple[Node, int]
@@ -229,7 +230,7 @@ class _Use:
     inner: int  # dim of the operand that is summed
     features: int  # dim of the product's result
     reads: Edge | None
-    grouped: bool = False
+    groups: int
 
 
 @cache
@@ -261,18 +262,18 @@ def _nodes(
     roots = {node_of(fn) for fn in ends if fn is not None}
     todo, order, begun = [(node, False) for node in roots], list[Node](), set[Node]()
     while todo:
-        node, done = todo.pop()
-        if done:
+        node, is_finished = todo.pop()
+        if is_finished:
             node.number = len(order)
             order.append(node)
         elif node not in begun:
             begun.add(node)
             todo.append((node, True))
-            for place, (fn, number) in enumerate(behind(*edge) for edge in node.fn.next_functions):
+            for position, (fn, number) in enumerate(behind(*edge) for edge in node.fn.next_functions):
                 edge = None if fn is None else (node_of(fn), number)
                 node.below.append(edge)
                 if edge is not None:
-                    edge[0].users.append((node, place, number))
+                    edge[0].users.append((node, position, number))
                     todo.append((edge[0], False))
     return order, roots
 
@@ -282,15 +283,15 @@ def _learn(order: Iterable[Node]) -> None:
     for node in order:
         below = node.sources
         node.uses = _uses(node)
-        table = node.kind in _LOOK_UP and not any(each.live for each in below)  # rows of inputs are no table
+        table = node.kind in _LOOK_UP and not any(source.live for source in below)  # rows of inputs are no table
         opaque = node.is_opaque
         matrix = node.leaf is not None and sum(size > 1 for size in global_shape(node.leaf)) > 1
         read = [use.reads[0] for use in node.uses if use.reads is not None]
-        node.deep = any(each.learned for each in read) or any(each.deep for each in below)
-        node.live = bool(node.uses or node.data or table or opaque) or any(each.live for each in below)
-        node.learned = bool(node.uses or table or matrix) or any(each.learned for each in below)
-        node.data = node.data or any(each.data for each in below)
-        node.hidden = opaque or any(each.hidden for each in below)
+        node.deep = any(source.learned for source in read) or any(source.deep for source in below)
+        node.live = bool(node.uses or node.data or table or opaque) or any(source.live for source in below)
+        node.learned = bool(node.uses or table or matrix) or any(source.learned for source in below)
+        node.data = node.data or any(source.data for source in below)
+        node.hidden = opaque or any(source.hidden for source in below)
 
 
 def _weight(edge: Edge | None) -> tuple[Tensor, Form | None] | None:
@@ -321,18 +322,18 @@ def _uses(node: Node) -> list[_Use]:
     weights = [None if layer and i == 0 else _weight(edge) for i, edge in enumerate(edges)]
     if all(weights) or not any(weights):  # a product of two parameters makes a weight, or reads a learned input
         return []
-    rank, found = len(node.shape()), []
+    rank, uses = len(node.shape()), []
     for i, weight in enumerate(weights):
         if weight is None:
             continue
         out, inner, features = (-1, -2, rank - 1) if i else (-2, -1, rank - 2)
-        grouped = node.kind == "Convolution" and node.fn._saved_groups > 1
+        groups = node.fn._saved_groups if node.kind == "Convolution" else 0
         if layer:
             out, inner, features = 0, 1, 1 if node.kind == "Convolution" else rank - 1
             if node.kind == "Convolution" and node.fn._saved_transposed:
                 out, inner = 1, 0
-        found.append(_Use(node, *weight, out, inner, features, edges[1 - i], grouped))
-    return found
+        uses.append(_Use(node, *weight, out, inner, features, edges[1 - i], groups))
+    return uses
 
 
 def _source(edge: Edge | None, more: Iterable[str] = ()) -> Edge | None:
@@ -378,8 +379,8 @@ def _through(form: Form, node: Node, number: int) -> Form | None:
     length = prod(size for size, _ in dims[dim])
     if kind in ("Select", "Unbind"):
         index = number if kind == "Unbind" else _dim(fn._saved_index) % length
-        found = form.sliced(dim, index, 1)
-        return found and found._replace(dims=found.dims[:dim] + found.dims[dim + 1 :])
+        part = form.sliced(dim, index, 1)
+        return part and part._replace(dims=part.dims[:dim] + part.dims[dim + 1 :])
     if kind == "Slice":
         start, step = slice(_dim(fn._saved_start), _dim(fn._saved_end)).indices(length)[0], fn._saved_step
         return form.sliced(dim, start, shape[dim], step)
@@ -402,9 +403,9 @@ def _sharded(form: Form, shape: tuple[int, ...]) -> Form | None:
     return form
 
 
-def seen_by(
+def facts_of_graph(
     outputs: Iterable[Tensor], named: Collection[tuple[str, nn.Parameter]], inputs: Collection[Tensor]
-) -> dict[str, Seen]:
+) -> dict[str, Facts]:
     """Return what the graph behind some outputs shows of each parameter, by name.
 
     Outputs that are computed on by others, such as hidden states or keys beside logits, do not count as outputs.
@@ -418,37 +419,39 @@ def seen_by(
     order, roots = _nodes(outputs, names, {id(tensor) for tensor in inputs})
     _learn(order)
     last = _last(order, roots)
-    found: dict[str, Seen] = defaultdict(Seen)
-    facts: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
+    facts: dict[str, Facts] = defaultdict(Facts)
+    uses_by_name: dict[str, list[tuple[_Use, bool | None]]] = defaultdict(list)
     for node in order:
         if node.leaf is not None:
-            views = _reached([node], lambda each: [user for user, *_ in each.users if user.kind in _VIEWS])
-            hidden = any(user.is_opaque for each in views for user, *_ in each.users)
-            found[names[id(node.leaf)]] = Seen(hidden=hidden)
+            views = _reached([node], lambda node_below: [user for user, *_ in node_below.users if user.kind in _VIEWS])
+            users = [user for view in views for user, *_ in view.users]
+            added = len(global_shape(node.leaf)) > 1 and any(user.kind in _TAKES_ACTIVATIONS for user in users)
+            hidden = any(user.is_opaque for user in users)
+            facts[names[id(node.leaf)]] = Facts("added" if added else None, hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
-            found[names[id(at[0])]].does = "looked up"
+            facts[names[id(at[0])]].does = "looked up"
         for use in node.uses:
-            facts[names[id(use.parameter)]].append((use, last[node]))
+            uses_by_name[names[id(use.parameter)]].append((use, last[node]))
     for parameter in _computed(order):
-        found[names[id(parameter)]].does = "computed"
-    for name, uses in facts.items():
-        seen = found[name]
-        seen.does = seen.does or "multiplies"
-        seen.first = _agreed(_is_first(use) for use, _ in uses)
-        seen.last = _agreed(end for _, end in uses)
-        seen.grouped = any(use.grouped for use, _ in uses)
-        seen.stored = _agreed(_stored(use) for use, _ in uses)
+        facts[names[id(parameter)]].does = "computed"
+    for name, uses in uses_by_name.items():
+        weight = facts[name]
+        weight.does = "multiplies" if weight.does in (None, "added") else weight.does
+        weight.first = _agreed(_is_first(use) for use, _ in uses)
+        weight.last = _agreed(end for _, end in uses)
+        weight.groups = max(use.groups for use, _ in uses)
+        weight.stored = _agreed(_stored(use) for use, _ in uses)
         cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
-        seen.cut = _agreed(cuts) if seen.stored and not seen.grouped else None
-        seen.hidden = seen.hidden or any(hides)
-    _unlike_others(found, {name: global_shape(parameter) for name, parameter in named})
-    return dict(found)
+        weight.cut = _agreed(cuts) if weight.stored and weight.groups < 2 else None
+        weight.hidden = weight.hidden or any(hides)
+    _unlike_others(facts, {name: global_shape(parameter) for name, parameter in named})
+    return dict(facts)
 
 
 def _agreed(values: Iterable[Any]) -> Any:
     """Return the only value among some; None if they differ."""
-    some = list(dict.fromkeys(values))
-    return some[0] if len(some) == 1 else None
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else None
 
 
 def _is_first(use: _Use) -> bool | None:
@@ -467,17 +470,17 @@ def _is_first(use: _Use) -> bool | None:
 def _is_late(product: Node) -> bool:
     """Whether what a layer makes of inputs only meets what deep layers make: keys of a text, in each block of a net."""
 
-    def meets(user: Node, place: int) -> bool:
-        return user.is_product and any(other.deep for other, _ in user.others(place))
+    def meets(user: Node, position: int) -> bool:
+        return user.is_product and any(other.deep for other, _ in user.others(position))
 
-    def reads(user: Node, place: int) -> bool:
-        return bool(user.uses) and not user.adds(place)
+    def reads(user: Node, position: int) -> bool:
+        return bool(user.uses) and not user.adds(position)
 
     def onward(node: Node) -> list[Node]:
-        return [user for user, place, _ in node.users if not meets(user, place) and not reads(user, place)]
+        return [user for user, position, _ in node.users if not meets(user, position) and not reads(user, position)]
 
-    readers = [(user, place) for node in _reached([product], onward) for user, place, _ in node.users]
-    return any(meets(*each) for each in readers) and not any(reads(*each) for each in readers)
+    readers = [(user, position) for node in _reached([product], onward) for user, position, _ in node.users]
+    return any(meets(*reader) for reader in readers) and not any(reads(*reader) for reader in readers)
 
 
 def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
@@ -485,39 +488,39 @@ def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
     read: dict[Node, bool] = {}
     clean: dict[Node, bool] = {}  # reaches an output without another product
     direct: dict[Node, bool] = {}  # reaches an output without another weight
-    found: dict[Node, bool | None] = {}
+    is_output: dict[Node, bool | None] = {}
     for node in reversed(order):
         root = node in roots and not node.users
         reads, cleanly, directly = False, root, root
-        for user, place, _ in node.users:
-            if user.adds(place):
+        for user, position, _ in node.users:
+            if user.adds(position):
                 reads, cleanly, directly = reads or read[user], cleanly or clean[user], directly or direct[user]
             elif user.uses and any(use.reads is not None and use.reads[0] is node for use in user.uses):
                 reads = True
             else:
-                fused = user.is_opaque or (user.kind not in _EACH and any(map(_weight, user.others(place))))
+                fused = user.is_opaque or (user.kind not in _EACH and any(map(_weight, user.others(position))))
                 reads |= read[user] or fused
                 directly |= direct[user]
                 cleanly |= clean[user] and not fused and not user.is_product
         read[node], clean[node], direct[node] = reads, cleanly, directly
         if node.uses and not directly:
-            found[node] = False
+            is_output[node] = False
         elif node.uses:
             residual = reads or not cleanly or any(term.is_below(node) for term in _added(node, through=False))
-            found[node] = None if residual else True
-    return found
+            is_output[node] = None if residual else True
+    return is_output
 
 
 def _added(product: Node, through: bool = True) -> Iterator[Node]:
     """Yield the terms of all sums to which the result of a product comes, also ``through`` products with weights."""
 
-    def terms(node: Node, place: int) -> list[Node]:
-        starts = (_source(edge, _EACH) for edge in (node.others(place) if node.kind == "Add" else ()))
+    def terms(node: Node, position: int) -> list[Node]:
+        starts = (_source(edge, _EACH) for edge in (node.others(position) if node.kind == "Add" else ()))
         return [start[0] for start in starts if start is not None and start[0] is not product]
 
     for node in _reached([product], lambda node: [user for user, *_ in node.users if through or not user.uses]):
-        for user, place, _ in node.users:
-            yield from _reached(terms(user, place), lambda term: terms(term, -1))
+        for user, position, _ in node.users:
+            yield from _reached(terms(user, position), lambda term: terms(term, -1))
 
 
 def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
@@ -527,7 +530,7 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
         for edge, other in (edges, edges[::-1]) if edges else ():
             if edge is None or edge[0].live or _weight(edge) is not None or not (other is None or other[0].live):
                 continue
-            for below in _reached([edge[0]], lambda each: each.sources):
+            for below in _reached([edge[0]], lambda node_below: node_below.sources):
                 if below.leaf is not None and len(global_shape(below.leaf)) > 1:
                     yield below.leaf
 
@@ -558,31 +561,31 @@ def _cut(use: _Use) -> tuple[Matrices | None, bool]:
     The first is "whole" if they are not cut, and None if this is unknown.
     """
     shape = use.node.shape()
-    made = own = tuple[tuple[int, int], ...]()
+    features_made = rows = tuple[tuple[int, int], ...]()
     if use.form is not None:
-        made, own = use.form.dims[use.out], _one_of_stack(use, use.out)
-    known = len(own) == 1 and shape[use.features] == prod(size for size, _ in made)
-    features = tuple((size, int((size, stride) in own)) for size, stride in made)
-    dims = (features if known and i == use.features else ((n, 0),) for i, n in enumerate(shape))
+        features_made, rows = use.form.dims[use.out], _one_of_stack(use, use.out)
+    is_readable = len(rows) == 1 and shape[use.features] == prod(size for size, _ in features_made)
+    features = tuple((size, int((size, stride) in rows)) for size, stride in features_made)
+    dims = (features if is_readable and i == use.features else ((n, 0),) for i, n in enumerate(shape))
     hides: list[Node] = []
     pieces = _pieces(use.node, 0, Form(0, tuple(dims)), hides)
-    if not known or len(pieces) > _MOST_PARTS:
+    if not is_readable or len(pieces) > _MOST_PARTS:
         return None, bool(hides)
     if len(pieces) == 1:
         return None if hides else "whole", bool(hides)
     places = frozenset((piece.offset, piece.atoms()) for piece in pieces)
-    return _as_matrices(places, prod(size for size, _ in own)), bool(hides)
+    return _as_matrices(places, prod(size for size, _ in rows)), bool(hides)
 
 
 def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 0) -> list[Form]:
     """Return the parts into which an output of a node is cut, itself if it is not; add nodes that may hide parts."""
-    users = [(user, place) for user, place, nr in node.users if nr == number]
+    users = [(user, position) for user, position, nr in node.users if nr == number]
     whole, parts = not users, dict[Any, Form]()
-    for user, place in users:
+    for user, position in users:
         if user.kind in _CUTS:
             inner = _parts(user, form, hides, deep)
         else:
-            after = _kept(user, place, form) if deep < 60 else None
+            after = _after(user, position, form) if deep < 60 else None
             inner = None if after is None else _pieces(user, 0, after, hides, deep + 1)
         if inner is None:  # it reads all features
             whole = True
@@ -598,13 +601,13 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
 def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | None:
     """Return the parts of all outputs of a node that cuts; None if they are unknown."""
     gated = cut.kind == "Glu"
-    found: list[Form] = []
+    pieces: list[Form] = []
     for number in range(2 if gated else len(cut.fn._input_metadata)):
         part = _through(form, cut, number)
         if part is None:
             return None
-        found += [part] if gated else _pieces(cut, number, part, hides, deep + 1)
-    return found
+        pieces += [part] if gated else _pieces(cut, number, part, hides, deep + 1)
+    return pieces
 
 
 def _picks(node: Node, form: Form) -> bool:
@@ -615,7 +618,7 @@ def _picks(node: Node, form: Form) -> bool:
     return bool(behind) and list(node.shape()[-len(behind) :]) != behind
 
 
-def _kept(node: Node, place: int, form: Form) -> Form | None:
+def _after(node: Node, position: int, form: Form) -> Form | None:
     """Return the form behind a view, a function of each element, or what keeps channels apart; None behind others."""
     if node.kind in _VIEWS - _CUTS:
         return _through(form, node, 0)
@@ -624,19 +627,22 @@ def _kept(node: Node, place: int, form: Form) -> Form | None:
         dim = _dim(node.fn._saved_dim) % len(shape)
         apart = all(not stride for _, stride in form.dims[dim])  # tokens of several experts, and no features
         return form._replace(dims=(*form.dims[:dim], ((shape[dim], 0),), *form.dims[dim + 1 :])) if apart else None
-    if node.kind == "Convolution" and place == 0 and shape[1] == node.fn._saved_groups > 1:  # depthwise
+    if node.kind == "Convolution" and position == 0 and shape[1] == node.fn._saved_groups > 1:  # depthwise
         return form._replace(dims=tuple(form.dims[1] if i == 1 else ((n, 0),) for i, n in enumerate(shape)))
     if node.kind not in _EACH or shape != tuple(prod(size for size, _ in dim) for dim in form.dims):
         return None
-    own, others = node.below[place], [other for other, _ in node.others(place) if other.live]
-    sums = node.kind in ("Add", "Sub") and own is not None and all(_sums_products(other, own[0]) for other in others)
-    return form if not others or sums else None
+    source, others = node.below[position], [other for other, _ in node.others(position) if other.live]
+    if not others:
+        return form
+    if source is None or node.kind not in ("Add", "Sub"):
+        return None
+    return form if all(_sums_products(other, source[0]) for other in others) else None
 
 
-def _sums_products(other: Node, own: Node) -> bool:
+def _sums_products(other: Node, term: Node) -> bool:
     """Whether two terms are both products of weights, and neither is computed from the other: no residual stream."""
     start = _source((other, 0))
-    return start is not None and bool(start[0].uses) and not start[0].is_below(own) and not own.is_below(start[0])
+    return start is not None and bool(start[0].uses) and not start[0].is_below(term) and not term.is_below(start[0])
 
 
 def _joined(cuts: list[Node]) -> bool:
@@ -653,27 +659,27 @@ def _joined(cuts: list[Node]) -> bool:
     ]
     if len(reached) < 2:
         return False
-    before = [{join for join, _, products in some if not products} for some in reached]
-    behind = [{(join, products) for join, _, products in some if products} for some in reached]
-    places = {place for some in reached for _, place, products in some if products}
+    before = [{join for join, _, products in steps if not products} for steps in reached]
+    behind = [{(join, products) for join, _, products in steps if products} for steps in reached]
+    places = {position for steps in reached for _, position, products in steps if products}
     side_by_side = len(places) == len(reached) and bool(set.intersection(*behind))
     return side_by_side or bool(set.intersection(*before))
 
 
 def _joins(cut: Node, number: int) -> set[_Step]:
     """Return where an output of a cut is joined with others, not behind a product with a weight."""
-    todo: list[_Step] = [(user, place, ()) for user, place, nr in cut.users if nr == number]
-    met, found = set[Node](), set[_Step]()
+    todo: list[_Step] = [(user, position, ()) for user, position, nr in cut.users if nr == number]
+    met, joins = set[Node](), set[_Step]()
     while todo and len(met) < 50:
-        node, place, products = todo.pop(0)
+        node, position, products = todo.pop(0)
         if node in met or node.uses:
             continue
         met.add(node)
         if node.kind in _JOINS:
-            found.add((node, place, products))
-        passed = (*products, (node.kind, place)) if node.is_product else products
+            joins.add((node, position, products))
+        passed = (*products, (node.kind, position)) if node.is_product else products
         todo += [(user, at, passed) for user, at, _ in node.users if not (products and node.kind in _JOINS)]
-    return found
+    return joins
 
 
 @cache
@@ -682,30 +688,30 @@ def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out
     owner: dict[int, int] = {}
     for i, (offset, atoms) in enumerate(sorted(pieces)):
         places = product(*(range(0, size * stride, stride) for size, stride in atoms))
-        owner |= {offset + sum(place): i for place in places}
+        owner |= {offset + sum(strides): i for strides in places}
     rows = [owner.get(row, -1) for row in range(out)]
-    turn = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
-    order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:turn])), strict=True)
+    period = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
+    order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:period])), strict=True)
     if order != tuple(range(len(pieces))):
         return None
-    if turn == out:
+    if period == out:
         return ("rows", *runs)
     if len(set(runs)) > 1:
         return ("interleaved", runs, 0)
     return ("interleaved", len(runs), 0) if runs[0] == 1 else ("interleaved", len(runs), 0, runs[0])
 
 
-def _unlike_others(found: Mapping[str, Seen], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _unlike_others(facts: Mapping[str, Facts], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Forget that a layer in a block is the first or the last, if other blocks have the same layer inside.
 
     A block that has no layer before it reads inputs, but it is a block like the others.
     """
-    alike: dict[Any, list[Seen]] = defaultdict(list)
-    for name, seen in found.items():
+    alike: dict[Any, list[Facts]] = defaultdict(list)
+    for name, weight in facts.items():
         if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
-            alike[starred(name), shapes[name]].append(seen)
+            alike[starred(name), shapes[name]].append(weight)
     for group in alike.values():
         for end in ("first", "last"):
-            if {True, False} <= {getattr(seen, end) for seen in group}:
-                for seen in group:
-                    setattr(seen, end, getattr(seen, end) and None)
+            if {True, False} <= {getattr(weight, end) for weight in group}:
+                for weight in group:
+                    setattr(weight, end, getattr(weight, end) and None)

@@ -19,14 +19,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
-from muonmesh.groups.ends import Ends, features_of
-from muonmesh.groups.fused import expert_cut, experts_in_two_dims, known_cut
-from muonmesh.groups.graph import Seen
-from muonmesh.groups.sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
+from muonmesh.groups.fused import count_of, is_turned, known_cut
+from muonmesh.groups.graph import Facts
+from muonmesh.groups.input_output_layers import InputOutputLayers, features_of
+from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
 from muonmesh.layout.matrix import as_tuples
-
-Fused = tuple[Matrices | None, str]
-"""The split of the rows of a fused weight out × in, and the names of its parts."""
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
 """If a parameter is shared under several names with different roles, the first of these kinds counts."""
@@ -49,8 +46,8 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 
 
-def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
-    """Return the role of the parameter at `site`; `known` are ends of the model, and `seen` is what a forward showed.
+def role(site: Site, layers: InputOutputLayers, facts: Facts | None = None) -> Role:
+    """Return the role of the parameter at `site`; `layers` are its ends, and `facts` what a forward showed.
 
     What a forward showed counts more than names and sizes. What it hides leaves them, and the role is then a guess.
 
@@ -58,20 +55,17 @@ def role(site: Site, known: Ends, seen: Seen | None = None) -> Role:
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    found = _declared(site) or classified(site) or _adapter(site) or _named(site)
-    found = found or _end(site, known, seen) or _vector(site) or _computed(site, seen) or _torch_fused(site)
-    if found is not None:
-        return found
-    found = _expert(site, seen) or _convolution(site, seen) or _linear(site, seen) or _unknown(site, seen)
-    if seen is not None and seen.hidden and seen.cut is None:
-        hides = "an operation that reads what it makes hides whether it is fused"
-        return replace(found, reason=f"{found.reason}; {hides}", guess=True)
-    return replace(found, guess=seen is None)
+    decided = _declared(site) or classified(site) or _adapter(site) or _named(site)
+    decided = decided or _end(site, layers, facts) or _vector(site) or _computed(site, facts)
+    if decided is not None:
+        return decided
+    decided = _layer(site, facts) or _expert(site, facts) or _bare(site, facts)
+    return decided if decided.algorithm == "muon" else replace(decided, guess=facts is None)
 
 
-def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[Role]:
+def shared_roles(same: Sequence[Site], layers: InputOutputLayers, facts: Facts | None) -> list[Role]:
     """Return the roles of one parameter at all its places; the first is the role that counts."""
-    roles = [role(site, known, seen) for site in same]
+    roles = [role(site, layers, facts) for site in same]
     if same[0].parameter.is_complex():  # its parts are stepped, as in torch.optim
         roles = [replace(r, algorithm="adamw", guess=False, reason=f"complex numbers ({r.reason})") for r in roles]
     return sorted(roles, key=lambda r: PRECEDENCE.index(r.kind))
@@ -80,53 +74,48 @@ def shared_roles(same: Sequence[Site], known: Ends, seen: Seen | None) -> list[R
 def _refuse_unknowable(site: Site) -> None:
     parameter, module = site.parameter, site.module
     if isinstance(parameter, UninitializedParameter):
-        found = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
+        problem = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
         write = "Run one forward pass before split_params(model)"
-        raise ValueError(explain_error(site.name, found, "its shape", write))
+        raise ValueError(explain_error(site.name, problem, "its shape", write))
     if "InterpreterModule" in class_names(module):  # of torch.export, also in torch.distributed.pipelining.pipeline
-        what = "The module of this parameter was traced and has lost its class, so nothing says whether the parameter "
-        what += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
-        what += "tracing"
-        raise ValueError(about(site.name, what))
+        message = "The module of this parameter was traced and has lost its class, so nothing says whether it "
+        message += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
+        message += "tracing"
+        raise ValueError(about(site.name, message))
     flat = getattr(parameter, "_is_flat_param", False)
     weight = isinstance(module, nn.Linear | _ConvNd | nn.Embedding) and site.key == "weight"
     if flat or (weight and len(site.shape) < 2):
-        found = f"a weight of {class_of(module)} flattened to shape {site.shape}"
+        problem = f"a weight of {class_of(module)} flattened to shape {site.shape}"
         needed = "the weight with its own shape, because a flat piece would be trained as a vector"
         write = "Call split_params(model) before the wrapper that flattens (FSDP1, ZeRO), or shard with fully_shard"
-        raise ValueError(explain_error(site.name, found, needed, write))
+        raise ValueError(explain_error(site.name, problem, needed, write))
 
 
 def _adamw(kind: Kind, reason: str, site: Site) -> Role:
-    return Role("adamw", kind, reason, by_shape(site.shape, site.module))
+    return Role("adamw", kind, reason, by_shape(site.shape, kernel=isinstance(site.module, _ConvNd)))
 
 
-def _muon(reason: str, matrices: Matrices) -> Role:
-    return Role("muon", "matrices", reason, matrices)
-
-
-def by_shape(shape: tuple[int, ...], module: nn.Module | None = None, one: Matrices = "whole") -> Matrices | None:
-    """Return the split of a parameter whose matrices split as ``one`` does; None if its shape does not decide it.
+def by_shape(shape: tuple[int, ...], spec: Matrices = "whole", *, kernel: bool = False) -> Matrices | None:
+    """Return the split of a parameter whose matrices split as ``spec`` does; None if its shape does not decide it.
 
     Args:
         shape: The shape: one matrix, or a stack of them.
-        module: The module that holds it. A convolution is one matrix, out × (in · kernel).
-        one: The split of each matrix.
+        spec: The split of each matrix.
+        kernel: Whether it is the weight of a convolution: one matrix, out × (in · kernel).
     """
     if len(shape) == 2:
-        return one
-    if isinstance(module, _ConvNd):
-        return "flatten" if one == "whole" else ("flatten", one)
-    return None if len(shape) != 3 else "stack" if one == "whole" else ("stack", one)
+        return spec
+    form = "flatten" if kernel else "stack"
+    return (form if spec == "whole" else (form, spec)) if kernel or len(shape) == 3 else None
 
 
 def declared_by(module: nn.Module) -> Mapping[str, Any]:
     """Return `muonmesh_matrices` of a module or of its class (not of a wrapped module), or an empty mapping."""
     declared = inspect.getattr_static(module, "muonmesh_matrices", {})
     if not isinstance(declared, Mapping):
-        found = f"muonmesh_matrices = {declared!r}"
+        problem = f"muonmesh_matrices = {declared!r}"
         write = 'Write muonmesh_matrices = {"weight": ("rows", ...)}'
-        raise TypeError(explain_error(class_of(module), found, "a dict from its parameters' names", write))
+        raise TypeError(explain_error(class_of(module), problem, "a dict from its parameters' names", write))
     return declared
 
 
@@ -151,15 +140,15 @@ def without_decay(site: Site) -> str | None:
 
 
 def _declared(site: Site) -> Role | None:
-    found = next(declarations(site), None)
-    if found is None:
+    declaration = next(declarations(site), None)
+    if declaration is None:
         return None
-    module, key = found
+    module, key = declaration
     matrices = declared_by(module)[key]
     reason = f"muonmesh_matrices of {class_of(module)}"
     if matrices is None:
         return _adamw("matrices" if len(site.shape) > 1 else "vectors", reason, site)
-    return _muon(reason, as_tuples(matrices))
+    return Role("muon", "matrices", reason, as_tuples(matrices))
 
 
 def _adapter(site: Site) -> Role | None:
@@ -179,30 +168,30 @@ def _named(site: Site) -> Role | None:
     """Return the role of a parameter whose class or name tells it."""
     around = ["|".join(class_names(module)) for _, module in site.owners[1::-1]]
     text = f"{'/'.join(['', *around][-2:])}:{site.name}"
-    found = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
-    if found is None:
+    matching = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
+    if matching is None:
         return None
-    kind, reason = found
+    kind, reason = matching
     table = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
     if kind != "vectors" and not table and not _is_matrix(site.shape):
         return None
     return _adamw(kind, f"{reason} ({class_of(site.module)})", site)
 
 
-def _end(site: Site, known: Ends, seen: Seen | None) -> Role | None:
+def _end(site: Site, layers: InputOutputLayers, facts: Facts | None) -> Role | None:
     if len(site.shape) < 2:
         return None
-    found = next((known[id(m)] for _, m in site.owners if id(m) in known), None)
-    if seen is not None and seen.does == "multiplies":
-        if seen.last:
-            found = "head", "output layer: in a forward, no other layer reads what it makes"
-        elif seen.first:
-            found = "embeddings", "input layer: in a forward, it reads the model's inputs"
-        elif found is not None and (seen.last if found[0] == "head" else seen.first) is False:
-            found = None
-    if found is None or (found[0] == "embeddings" and not _is_matrix(site.shape)):
+    layer = next((layers[id(m)] for _, m in site.owners if id(m) in layers), None)
+    if facts is not None and facts.does == "multiplies":
+        if facts.last:
+            layer = "head", "output layer: in a forward, no other layer reads what it makes"
+        elif facts.first:
+            layer = "embeddings", "input layer: in a forward, it reads the model's inputs"
+        elif layer is not None and (facts.last if layer[0] == "head" else facts.first) is False:
+            layer = None
+    if layer is None or (layer[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return replace(_adamw(*found, site), guess=seen is None)
+    return replace(_adamw(*layer, site), guess=facts is None)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
@@ -217,8 +206,8 @@ def _vector(site: Site) -> Role | None:
     return None
 
 
-def _computed(site: Site, seen: Seen | None) -> Role | None:
-    if seen is not None and seen.does == "computed":
+def _computed(site: Site, facts: Facts | None) -> Role | None:
+    if facts is not None and facts.does == "computed":
         reason = "in a forward, the matrix that acts is computed from it"
     elif any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
@@ -227,117 +216,90 @@ def _computed(site: Site, seen: Seen | None) -> Role | None:
     return _adamw("matrices", reason, site)
 
 
-def _torch_fused(site: Site) -> Role | None:
-    module, (rows, *_) = site.module, site.shape
-    if isinstance(module, nn.MultiheadAttention) and len(site.shape) == 2:
-        if site.key == "in_proj_weight":
-            return _muon("attention: q, k, v", ("rows", rows // 3, rows // 3, rows // 3))
-        return _muon(f"attention: {site.key.split('_')[0]}", "whole")
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and site.key.startswith("weight_"):
-        hidden = module.hidden_size
-        if site.key.startswith("weight_hr") or rows == hidden:
-            return _muon("recurrent weight", "whole")
-        return _muon(f"recurrent weights: {rows // hidden} gates", ("rows", *[hidden] * (rows // hidden)))
-    return None
-
-
 def _experts(module: nn.Module) -> set[int]:
     counts = (getattr(module, name, None) for name in _EXPERT_COUNTS)
     listed = getattr(module, "experts", None)
-    found = {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
-    return found | {len(listed)} if isinstance(listed, nn.ModuleList) else found
+    numbers = {count for count in counts if isinstance(count, int) and not isinstance(count, bool)}
+    return numbers | {len(listed)} if isinstance(listed, nn.ModuleList) else numbers
 
 
-def _expert(site: Site, seen: Seen | None) -> Role | None:
-    module, shape = site.module, site.shape
-    if (matrices := experts_in_two_dims(site)) is not None:
-        return _muon("experts, one matrix each", matrices)
+def _layer(site: Site, facts: Facts | None) -> Role | None:
+    """Return the role of the weight of a convolution or of a linear layer of any library."""
+    module, shape, features = site.module, site.shape, features_of(site.module)
+    if isinstance(module, _ConvNd):
+        if module.groups > 1:
+            kind = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
+            return _adamw("matrices", f"{kind} convolution: many small filters, not one matrix", site)
+        if isinstance(module, _ConvTransposeNd):
+            return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
+        return _matrix("convolution", site, facts)
+    if features is None or site.key != "weight" or shape not in (features, features[::-1]):
+        return None
     if isinstance(module, nn.Linear):
         around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
-        reason = f"router: one output for each expert of {'' if around is None else class_of(around)}"
-        return None if around is None or site.key != "weight" else _adamw("matrices", reason, site)
-    if isinstance(module, _ConvNd):
-        return None
+        if around is not None:
+            return _adamw("matrices", f"router: one output for each expert of {class_of(around)}", site)
+    return _matrix("linear", site, facts, "Conv1D" in class_names(module) or shape != features)
+
+
+def _expert(site: Site, facts: Facts | None) -> Role | None:
+    """Return the role of a stack of experts in a module that has no other layers, or of their biases."""
+    module, shape = site.module, site.shape
     if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
         return None
     if len(shape) == 3:
-        cut, parts, transposed = expert_cut(site)
-        matrices, told = _stored(site, seen, transposed, (cut, parts))
-        return _muon(f"experts, one matrix each{told}", matrices)
+        return _matrix("experts, one matrix each", site, facts, is_turned(module))
     stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
     if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
         return _adamw("vectors", "biases of experts, one each", site)
     return None
 
 
-def _convolution(site: Site, seen: Seen | None) -> Role | None:
-    module = site.module
-    if not isinstance(module, _ConvNd):
-        return None
-    if module.groups > 1:
-        what = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
-        return _adamw("matrices", f"{what} convolution: many small filters, not one matrix", site)
-    if isinstance(module, _ConvTransposeNd):
-        return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-    matrices, told = _stored(site, seen)
-    return _muon(f"convolution{told}", matrices)
+def _bare(site: Site, facts: Facts | None) -> Role:
+    """Return the role of a parameter of a module that is not known."""
+    holder, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
+    description, fused = f"a parameter of {holder}", known_cut(site, shape[0])
+    if len(shape) == 2 and (fused.cut or fused.certain):
+        return _matrix(description, site, facts)
+    if facts is not None and facts.does == "looked up":
+        return _adamw("embeddings", f"a table of {holder}: a forward looks rows of it up", site)
+    if facts is not None and facts.does == "added":
+        return _adamw("embeddings", f"a table of {holder}: a forward adds it to activations", site)
+    if facts is not None and facts.groups > 1:
+        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
+    if facts is not None and facts.stored is not None and shape[0] > 1 and not table:
+        return _matrix(f"{description}, by which a forward multiplies", site, facts)
+    if shape[0] == 1 or (len(shape) == 2 and table):
+        return _adamw("embeddings", f"{description}; going by its name or shape, a table and no matrix", site)
+    if len(shape) == 2:
+        return _matrix(f"{description}, which is not known: taken as one matrix, out × in", site, facts)
+    reason = f"{description}, which is not known: {len(shape)} dims do not tell which are matrices"
+    return _adamw("matrices", reason, site)
 
 
-def _stored(site: Site, seen: Seen | None, transposed: bool = False, fused: Fused = (None, "")) -> tuple[Matrices, str]:
-    """Return the split of a parameter as it is stored, and a text of what is fused in it.
+def _matrix(description: str, site: Site, facts: Facts | None, transposed: bool = False) -> Role:
+    """Return the role of a weight that is a matrix or a stack of them.
 
     A cut that a forward shows counts, unless something in it hides further cuts and the class of the module tells them.
 
     Args:
+        description: What the weight is, for the reason.
         site: The parameter.
-        seen: What a forward showed of it.
+        facts: What a forward showed of it.
         transposed: Whether it is stored in × out, unless the forward shows it.
-        fused: The split of its rows out × in and the names of the parts by the class; None for one matrix or unknown.
     """
-    cut, parts = fused
-    shown = 1 if seen is None else _count(seen.cut)
-    if seen is not None and shown > 1 and not (seen.hidden and _count(cut) > shown):
-        cut, parts = seen.cut, f"a forward cuts its output into {shown} parts"
-    told = f", fused: {parts}" if cut else ""
-    if seen is not None and seen.stored is not None:
-        transposed = seen.stored == "in×out"
-    one: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
-    flat = "flatten" if one == "whole" else ("flatten", one)
-    return by_shape(site.shape, site.module, one) or flat, f"{told}, stored in × out" if transposed else told
-
-
-def _count(cut: Matrices | None) -> int:
-    if cut in (None, "whole"):
-        return 1
-    assert isinstance(cut, tuple)
-    sizes = cut[1:]
-    return len(sizes) if cut[0] == "rows" else len(sizes[0]) if isinstance(sizes[0], tuple) else int(sizes[0])
-
-
-def _linear(site: Site, seen: Seen | None) -> Role | None:
-    module, shape, features = site.module, site.shape, features_of(site.module)
-    if features is None or site.key != "weight" or len(shape) != 2:
-        return None
-    out, into = features
-    transposed = "Conv1D" in class_names(module) or (shape == (into, out) and shape != (out, into))
-    if not transposed and shape != (out, into):
-        return None
-    matrices, told = _stored(site, seen, transposed, known_cut(site))
-    return _muon(f"linear{told}", matrices)
-
-
-def _unknown(site: Site, seen: Seen | None) -> Role:
-    where, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
-    if seen is not None and seen.does == "looked up":
-        return _adamw("embeddings", f"a table of {where}: a forward looks rows of it up", site)
-    if seen is not None and seen.grouped:
-        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
-    if seen is not None and seen.stored is not None and shape[0] > 1 and not table:
-        matrices, told = _stored(site, seen)
-        return _muon(f"a parameter of {where}, by which a forward multiplies{told}", matrices)
-    if shape[0] == 1 or (len(shape) == 2 and table):
-        return _adamw("embeddings", f"a parameter of {where}; going by its name or shape, a table and no matrix", site)
-    if len(shape) == 2:
-        return _muon(f"a parameter of {where}, which is not known: taken as one matrix, out × in", "whole")
-    reason = f"a parameter of {where}, which is not known: {len(shape)} dims do not tell which are matrices"
-    return _adamw("matrices", reason, site)
+    if facts is not None and facts.stored is not None:
+        transposed = facts.stored == "in×out"
+    kernel = isinstance(site.module, _ConvNd) or (facts is not None and facts.groups == 1)
+    rows = site.shape[-1 if transposed else -2 if len(site.shape) == 3 and not kernel else 0]
+    cut, parts, certain = known_cut(site, rows)
+    shown = 1 if facts is None or certain else count_of(facts.cut, rows)
+    if facts is not None and shown > 1 and not (facts.hidden and count_of(cut, rows) > shown):
+        cut, parts = facts.cut, f"a forward cuts its output into {shown} parts"
+    notes = f", fused: {parts}" if cut else ""
+    spec: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
+    matrices = by_shape(site.shape, spec, kernel=kernel or len(site.shape) > 3)
+    hides = facts is not None and facts.hidden and facts.cut is None
+    notes += ", stored in × out" if transposed else ""
+    notes += "; an operation that reads what it makes hides whether it is fused" if hides else ""
+    return Role("muon", "matrices", description + notes, matrices, guess=not certain and (facts is None or hides))

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from muonmesh.errors import about, called, escaped, explain_error, warn
-from muonmesh.groups.ends import ends
-from muonmesh.groups.example import Example, seen_in
-from muonmesh.groups.graph import Seen
+from muonmesh.groups.example import Example, facts_of_example
+from muonmesh.groups.graph import Facts
+from muonmesh.groups.input_output_layers import input_output_layers
+from muonmesh.groups.parameter_sites import Matrices, Role, Site, class_names, global_shape, shared_sites, unwrapped
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
-from muonmesh.groups.sites import Matrices, Role, Site, class_names, global_shape, shared_sites, unwrapped
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name, in_order, names_matching, patterns
@@ -91,8 +91,8 @@ class ParamGroups(list[dict[str, Any]]):
                 were tied in the whole model are parameters of their own.
         """
         _check_module(stage)
-        known = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
-        held: dict[str, tuple[str, nn.Parameter]] = {}
+        trained = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
+        stage_parameters: dict[str, tuple[str, nn.Parameter]] = {}
         frozen: dict[str, str] = {}
         for key, parameter in stage.named_parameters():
             name = canonical_name(key)
@@ -100,26 +100,32 @@ class ParamGroups(list[dict[str, Any]]):
                 frozen[name] = self.frozen.get(name, _FROZEN)
                 continue
             first = self.shared.get(name, name)
-            if first not in known:
-                what = "The stage holds this parameter, and the groups of the whole model have none of this name. Call "
-                what += "split_params(model) on the model that the stage was cut from, and keep its names"
-                raise ValueError(about(name, what))
-            if (shape := global_shape(parameter)) != (needed_shape := global_shape(known[first])):
+            if first not in trained:
+                problem = (
+                    "The stage holds this parameter, and the groups of the whole model have none of this name. Call "
+                )
+                problem += "split_params(model) on the model that the stage was cut from, and keep its names"
+                raise ValueError(about(name, problem))
+            if (shape := global_shape(parameter)) != (needed_shape := global_shape(trained[first])):
                 needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
                 raise ValueError(explain_error(name, f"shape {shape}", needed, write))
-            if first in held:  # one of both would be trained by nobody
-                found = f"a parameter apart from {held[first][0]}, to which it was tied in the whole model"
+            if first in stage_parameters:  # one of both would be trained by nobody
+                cause = f"a parameter apart from {stage_parameters[first][0]}, to which it was tied in the whole model"
                 write = "Tie them again after sharding, or call split_params on this model, without example="
-                raise ValueError(explain_error(name, found, "one shared parameter", write))
-            held[first] = name, parameter
-        if not held:
+                raise ValueError(explain_error(name, cause, "one shared parameter", write))
+            stage_parameters[first] = name, parameter
+        if not stage_parameters:
             _refuse_untrained(stage, frozen)
-        groups = [_restricted(group, held) for group in self if not held.keys().isdisjoint(group["param_names"])]
-        roles = {name: self._roles[first] for first, (name, _) in held.items() if first in self._roles}
-        kept: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
-        result = ParamGroups(groups, **kept, model=stage)
+        groups = [
+            _restricted(group, stage_parameters)
+            for group in self
+            if not stage_parameters.keys().isdisjoint(group["param_names"])
+        ]
+        roles = {name: self._roles[first] for first, (name, _) in stage_parameters.items() if first in self._roles}
+        attributes: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
+        result = ParamGroups(groups, **attributes, model=stage)
         if roles and not any("InterpreterModule" in class_names(module) for module in stage.modules()):
-            result.watch = Watch(unwrapped(stage), roles, part=len(held) < len(known))
+            result.watch = Watch(unwrapped(stage), roles, part=len(stage_parameters) < len(trained))
         return result
 
     def __str__(self) -> str:
@@ -137,21 +143,21 @@ class ParamGroups(list[dict[str, Any]]):
         for group in self:
             count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
-            told = "".join(f", {k}={v!r}" for k, v in settings.items())
+            notes = "".join(f", {k}={v!r}" for k, v in settings.items())
             text.append(
-                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{told}")
+                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{notes}")
             )
         for key, reason in patterns(self.frozen, names).items():
             text.append(escaped(f"left out: {key} ({len(names_matching(key, self.frozen))}): {reason}"))
         return "\n".join(text)
 
 
-def _restricted(group: Mapping[str, Any], held: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
+def _restricted(group: Mapping[str, Any], stage: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
     """Return a group with only the parameters in `held`, which maps names to the new names and parameters."""
-    kept = [i for i, name in enumerate(group["param_names"]) if name in held]
-    pairs = [held[group["param_names"][i]] for i in kept]
-    each = {key: [group[key][i] for i in kept] for key in ("matrices", "reasons") if key in group}
-    return {**group, **each, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
+    positions = [i for i, name in enumerate(group["param_names"]) if name in stage]
+    pairs = [stage[group["param_names"][i]] for i in positions]
+    lists = {key: [group[key][i] for i in positions] for key in ("matrices", "reasons") if key in group}
+    return {**group, **lists, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
 
 
 @dataclass
@@ -237,9 +243,9 @@ def split_params(
     """
     _check_module(model)
     base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
-    for half, given in base.items():
-        _check_read(f"{half}=", given, [half])
-    facts = None if example is None else seen_in(model, example)
+    for half, defaults in base.items():
+        _check_read(f"{half}=", defaults, [half])
+    facts = None if example is None else facts_of_example(model, example)
     entries, frozen = _entries(model, facts)
     _override(entries, frozen, overrides)
     for entry in entries:
@@ -274,9 +280,9 @@ def split_params(
         )
     guesses = [entry.name for entry in entries if entry.guessed]
     roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}
-    kept: dict[str, Any] = {"frozen": frozen, "shared": further, "guesses": guesses, "roles": roles}
+    attributes: dict[str, Any] = {"frozen": frozen, "shared": further, "guesses": guesses, "roles": roles}
     filled.sort(key=lambda group: _NAMES.index(group["name"].partition("[")[0]))
-    result = ParamGroups(filled, **kept, model=model)
+    result = ParamGroups(filled, **attributes, model=model)
     if watch and facts is None and guesses:
         result.watch = Watch(unwrapped(model), roles)
     return result
@@ -294,35 +300,37 @@ def _reason(entry: _Entry) -> str:
 
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        found = f"a {type(model).__name__}"
-        raise TypeError(explain_error(called("split_params"), found, "a torch.nn.Module", "Pass the model"))
+        problem = f"a {type(model).__name__}"
+        raise TypeError(explain_error(called("split_params"), problem, "a torch.nn.Module", "Pass the model"))
 
 
-def _settings(algorithm: str, given: Any) -> dict[str, Any]:
+def _settings(algorithm: str, settings_given: Any) -> dict[str, Any]:
     """Return the settings of a half as a dict."""
-    if not isinstance(given, Mapping | None):
+    if not isinstance(settings_given, Mapping | None):
         write = f'Write {algorithm}={{"lr": ...}}'
-        raise TypeError(explain_error(called("split_params"), f"{algorithm}={given!r}", "settings by name", write))
-    settings = dict(given or {})
+        raise TypeError(
+            explain_error(called("split_params"), f"{algorithm}={settings_given!r}", "settings by name", write)
+        )
+    settings = dict(settings_given or {})
     write = "Write it in overrides={...} where a parameter is meant"
     _check_names(f"{algorithm}=", settings, _RESERVED | {"algorithm", "matrices"}, write)
     return own_names(f"{algorithm}=", settings) if algorithm == "adamw" else settings
 
 
-def _check_names(where: str, settings: Mapping[Any, Any], reserved: Collection[str], write: str) -> None:
+def _check_names(source: str, settings: Mapping[Any, Any], reserved: Collection[str], write: str) -> None:
     """Raise a ValueError for a key that is no setting of a group."""
     for key in settings:
         if not isinstance(key, str) or key in reserved:
             needed = 'settings such as "lr": the rest is decided parameter by parameter'
-            raise ValueError(explain_error(called("split_params"), f"{key!r} in {where}", needed, write))
+            raise ValueError(explain_error(called("split_params"), f"{key!r} in {source}", needed, write))
 
 
-def _entries(model: nn.Module, facts: Mapping[int, Seen] | None) -> tuple[list[_Entry], dict[str, str]]:
+def _entries(model: nn.Module, facts_by_id: Mapping[int, Facts] | None) -> tuple[list[_Entry], dict[str, str]]:
     """Return all trainable parameters, once each in the order of their first names, and the frozen parameters.
 
-    `facts` are what a forward showed of parameters, by id; None without a forward.
+    `facts_by_id` are what a forward showed of parameters, by id; None without a forward.
     """
-    known, places = ends(model), shared_sites(model)
+    layers, places = input_output_layers(model), shared_sites(model)
     _check_declarations([site for group in places for site in group])
     frozen = {site.name: _FROZEN for group in places for site in group if not site.parameter.requires_grad}
     trained = [group for group in places if group[0].parameter.requires_grad]
@@ -331,11 +339,11 @@ def _entries(model: nn.Module, facts: Mapping[int, Seen] | None) -> tuple[list[_
     entries = []
     for group in trained:
         parameter = group[0].parameter
-        seen = None if facts is None else facts.get(id(parameter))
-        roles = shared_roles(group, known, seen)
+        facts = None if facts_by_id is None else facts_by_id.get(id(parameter))
+        roles = shared_roles(group, layers, facts)
         role, differing = roles[0], list(dict.fromkeys(r.matrices for r in roles))[1:]
         entry = _Entry(parameter, [site.name for site in group], role, differing if role.algorithm == "muon" else [])
-        if facts is not None and seen is None and role.guess:
+        if facts_by_id is not None and facts is None and role.guess:
             entry.notes.append("the example's forward does not show it")
         exempt = next(filter(None, map(without_decay, group)), None) if role.kind != "vectors" else None
         if exempt is not None and (role.algorithm == "adamw" or exempt != "its name"):
@@ -346,8 +354,8 @@ def _entries(model: nn.Module, facts: Mapping[int, Seen] | None) -> tuple[list[_
 
 
 def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
-    found = f"{len(frozen)} parameters, none with requires_grad"
-    raise ValueError(explain_error(type(model).__name__, found, "at least one to train", "Call requires_grad_()"))
+    problem = f"{len(frozen)} parameters, none with requires_grad"
+    raise ValueError(explain_error(type(model).__name__, problem, "at least one to train", "Call requires_grad_()"))
 
 
 def _check_declarations(all_sites: list[Site]) -> None:
@@ -355,9 +363,9 @@ def _check_declarations(all_sites: list[Site]) -> None:
     for module in {id(m): m for site in all_sites for _, m in site.owners}.values():
         for key in declared_by(module):
             if (id(module), key) not in used:
-                found = f"{key!r} in its muonmesh_matrices, which names no parameter of it"
+                problem = f"{key!r} in its muonmesh_matrices, which names no parameter of it"
                 needed = "a name as in its named_parameters()"
-                raise ValueError(explain_error(type(module).__name__, found, needed, "Correct or remove it"))
+                raise ValueError(explain_error(type(module).__name__, problem, needed, "Correct or remove it"))
 
 
 def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> None:
@@ -368,69 +376,72 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
         needed, write = "a mapping from names or regular expressions", 'Write overrides={"lm_head.weight": "muon"}'
         raise TypeError(explain_error(called("split_params"), f"overrides={overrides!r}", needed, write))
     by_name = {name: entry for entry in entries for name in entry.names}
-    ordered = list(in_order({key: _said(key, value) for key, value in overrides.items()}, by_name))
-    for key, said, meant in ordered:
+    ordered = list(in_order({key: _settings_of(key, value) for key, value in overrides.items()}, by_name))
+    for key, settings, meant in ordered:
         if not meant:
             _refuse_unmatched(key, by_name, frozen)
         for entry in {id(by_name[name]): by_name[name] for name in meant}.values():
-            rule = RULES.get(said.get("algorithm", entry.algorithm), RULES["adamw"])
-            entry.settings.update(own_names(f"overrides[{key!r}]", said, rule.settings()))
-            if "algorithm" in said or "matrices" in said:
+            rule = RULES.get(settings.get("algorithm", entry.algorithm), RULES["adamw"])
+            entry.settings.update(own_names(f"overrides[{key!r}]", settings, rule.settings()))
+            if "algorithm" in settings or "matrices" in settings:
                 entry.overridden_by.append(key)
-    for key, said, meant in ordered:
+    for key, settings, meant in ordered:
         _check_read(
-            f"overrides[{key!r}]", own_names(f"overrides[{key!r}]", said), {by_name[name].half for name in meant}
+            f"overrides[{key!r}]", own_names(f"overrides[{key!r}]", settings), {by_name[name].half for name in meant}
         )
 
 
-def _check_read(where: str, given: Collection[str], halves: Collection[str]) -> None:
+def _check_read(source: str, settings: Collection[str], halves: Collection[str]) -> None:
     """Raise a ValueError for a setting of the other algorithm than the one that trains these parameters."""
     read = {key for half in halves for key in RULES[half].settings()}
-    known = {*RULES["muon"].settings(), *RULES["adamw"].settings()}
-    for key in given:
-        if key in known and key not in read:  # so there is one half
-            found, needed = (
+    readable = {*RULES["muon"].settings(), *RULES["adamw"].settings()}
+    for key in settings:
+        if key in readable and key not in read:  # so there is one half
+            problem, needed = (
                 f"{key!r}, which {''.join(halves)} does not read",
                 "a setting of these parameters' algorithm",
             )
             write = "Remove it, or write it where the other algorithm trains"
-            raise ValueError(explain_error(where, found, needed, write))
+            raise ValueError(explain_error(source, problem, needed, write))
 
 
-def _said(key: Any, value: Any) -> dict[str, Any]:
+def _settings_of(key: Any, value: Any) -> dict[str, Any]:
     """Return the value of an override as a dict of settings."""
-    where = f"overrides[{key!r}]"
+    source = f"overrides[{key!r}]"
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
-        raise TypeError(explain_error(where, f"the key {key!r}", "a string", write))
+        raise TypeError(explain_error(source, f"the key {key!r}", "a string", write))
     base, freeze = ("muon", "adamw"), "or call requires_grad_(False) on a parameter to freeze it"
-    said = {"algorithm": value} if isinstance(value, str) else value
-    if not isinstance(said, Mapping):
+    settings = {"algorithm": value} if isinstance(value, str) else value
+    if not isinstance(settings, Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}, {freeze}'
-        raise TypeError(explain_error(where, repr(value), '"muon", "adamw" or a dict of settings', write))
-    algorithm = said.get("algorithm", "muon")
+        raise TypeError(explain_error(source, repr(value), '"muon", "adamw" or a dict of settings', write))
+    algorithm = settings.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):
-        found, others = f"the algorithm {said['algorithm']!r}", ", ".join(f'"{n}"' for n in RULES if n not in base)
+        problem, others = (
+            f"the algorithm {settings['algorithm']!r}",
+            ", ".join(f'"{n}"' for n in RULES if n not in base),
+        )
         needed = f'"muon" or "adamw", or another rule: {others}'
         close = difflib.get_close_matches(str(algorithm), RULES, 1)
         write = f"Write {{{key!r}: {close[0]!r}}}" if close else f"Write {{{key!r}: 'muon'}}, {freeze}"
-        raise ValueError(explain_error(where, found, needed, write))
-    _check_names(where, said, _RESERVED, "Remove it")
-    return dict(said)
+        raise ValueError(explain_error(source, problem, needed, write))
+    _check_names(source, settings, _RESERVED, "Remove it")
+    return dict(settings)
 
 
 def _refuse_unmatched(key: str, names: Collection[str], frozen: Collection[str]) -> NoReturn:
     """Raise a ValueError because the key of an override matches no trainable parameter."""
-    where = f"overrides[{key!r}]"
+    source = f"overrides[{key!r}]"
     if names_matching(key, frozen):
         write = "Remove the override, or call requires_grad_() before"
-        raise ValueError(explain_error(where, "frozen parameters only", "one that is trained", write))
+        raise ValueError(explain_error(source, "frozen parameters only", "one that is trained", write))
     plain = key.replace("\\", "")
     alike = [name for name in names if plain.rpartition(".")[2] in name] or names
     close = difflib.get_close_matches(plain, alike, n=3, cutoff=0.4)
     needed = "a parameter's name, or an expression that re.search finds in one"
     write = f"Write one of: {', '.join(close)}" if close else f"The first parameter is {next(iter(names))}"
-    raise ValueError(explain_error(where, "no parameter that matches", needed, write))
+    raise ValueError(explain_error(source, "no parameter that matches", needed, write))
 
 
 def _check_possible(entry: _Entry) -> None:
@@ -444,20 +455,20 @@ def _check_possible(entry: _Entry) -> None:
     if not is_matrix_rule(algorithm):
         if "matrices" in entry.settings:
             named = "AdamW" if algorithm == "adamw" else algorithm
-            found = f'"matrices" from override {keys} for a parameter of {named} ({entry.role.reason})'
+            problem = f'"matrices" from override {keys} for a parameter of {named} ({entry.role.reason})'
             write = f'Write {{"algorithm": "muon", "matrices": {entry.settings["matrices"]!r}}}'
-            raise ValueError(explain_error(entry.name, found, "Muon as its algorithm", write))
+            raise ValueError(explain_error(entry.name, problem, "Muon as its algorithm", write))
         return
     if len(shape) < 2:
         by = f"override {keys}" if keys else f"{entry.role.reason!r}"
-        found, needed = f"Muon for shape {shape}, by {by}", "two or more dims: a vector has no matrix"
+        problem, needed = f"Muon for shape {shape}, by {by}", "two or more dims: a vector has no matrix"
         write = f'Write overrides={{{entry.name!r}: "adamw"}}, or leave it out there'
-        raise ValueError(explain_error(entry.name, found, needed, write))
+        raise ValueError(explain_error(entry.name, problem, needed, write))
     if entry.differing and "matrices" not in entry.settings:
         stored = f"{entry.role.matrices!r} and {entry.differing[0]!r}"
-        found = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
+        problem = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
-        raise ValueError(explain_error(entry.name, found, "one form for all of them", f"Write {write}"))
+        raise ValueError(explain_error(entry.name, problem, "one form for all of them", f"Write {write}"))
     if (
         (heads := getattr(entry.parameter, _HEADS, None)) is not None
         and "matrices" not in entry.settings
@@ -467,9 +478,9 @@ def _check_possible(entry: _Entry) -> None:
     if entry.settings.get("matrices", entry.role.matrices) is None:
         default = by_shape(shape)
         if default is None:
-            found, needed = f"Muon from override {keys} for shape {shape}", "what its matrices are"
+            problem, needed = f"Muon from override {keys} for shape {shape}", "what its matrices are"
             write = 'Write {"algorithm": "muon", "matrices": "flatten"} for one matrix, out × the rest'
-            raise ValueError(explain_error(entry.name, found, needed, write))
+            raise ValueError(explain_error(entry.name, problem, needed, write))
         entry.settings["matrices"] = default
 
 
@@ -477,9 +488,9 @@ def _tag(entry: _Entry, heads: object, shape: tuple[int, ...]) -> None:
     """Make a matrix for each head of a parameter with DeepSpeed's tag for the number of heads: blocks of its rows."""
     counts = isinstance(heads, int) and not isinstance(heads, bool) and heads > 0
     if not (counts and entry.role.matrices == "whole" and shape[0] % heads == 0):  # type: ignore[operator]
-        found = f"{_HEADS}={heads!r} on {shape}, which splits as {entry.role.matrices!r}"
+        problem = f"{_HEADS}={heads!r} on {shape}, which splits as {entry.role.matrices!r}"
         needed = "whole heads that follow each other in the rows of one matrix"
         write = f'del parameter.{_HEADS}, and overrides={{"{entry.name}": {{"algorithm": "muon", "matrices": ...}}}}'
-        raise ValueError(explain_error(entry.name, found, needed, f"Write {write}"))
+        raise ValueError(explain_error(entry.name, problem, needed, f"Write {write}"))
     entry.settings["matrices"] = ("heads", heads, 0)
     entry.notes.append(f"one matrix for each head: {_HEADS}={heads}")

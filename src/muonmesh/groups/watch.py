@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from muonmesh.errors import LayoutError, about, warn
-from muonmesh.groups.ends import may_be_block
 from muonmesh.groups.example import tensors_in
-from muonmesh.groups.graph import Seen, seen_by
+from muonmesh.groups.graph import Facts, facts_of_graph
+from muonmesh.groups.input_output_layers import may_be_block
+from muonmesh.groups.parameter_sites import Role, parameter_sites, shared_sites
 from muonmesh.groups.roles import shared_roles
-from muonmesh.groups.sites import Role, shared_sites, sites
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import is_matrix_rule
@@ -30,7 +30,7 @@ class Watch:
     are not read.
 
     Attributes:
-        seen: What the forward showed of each parameter, by canonical name; None until there was one.
+        facts: What the forward showed of each parameter, by canonical name; None until there was one.
     """
 
     def __init__(self, model: nn.Module, roles: Mapping[str, Role], *, part: bool = False) -> None:
@@ -41,7 +41,7 @@ class Watch:
             roles: The roles by name, but of parameters for which the user has written algorithm or matrices.
             part: Whether it is a part of a model that the roles are of, so that other layers may read its outputs.
         """
-        self.seen: dict[str, Seen] | None = None
+        self.facts: dict[str, Facts] | None = None
         self._model, self._roles, self._part = weakref.ref(model), dict(roles), part
         handle = model.register_forward_hook(_Hook(self))
         self._stop = weakref.finalize(self, handle.remove)
@@ -55,19 +55,19 @@ class Watch:
         collects = gc.isenabled()
         gc.disable()  # the many small objects of a walk are no garbage
         try:
-            found = seen_by(roots, list(_in_graph(model)), ())
-            seen = {name: facts for name, facts in found.items() if facts.does is not None}
+            shown = facts_of_graph(roots, list(_in_graph(model)), ())
+            facts = {name: weight for name, weight in shown.items() if weight.does is not None}
         except Exception as error:  # training goes on as it would without a watch
-            seen = {}
-            what = f"The graph of its first forward could not be read ({type(error).__name__}: {error}), so what "
-            what += "print(split_params(model)) calls a guess stays one. Write watch=False to leave this out"
-            warn(about(type(model).__name__, what))
+            facts = {}
+            problem = f"The graph of its first forward could not be read ({type(error).__name__}: {error}), so what "
+            problem += "print(split_params(model)) calls a guess stays one. Write watch=False to leave this out"
+            warn(about(type(model).__name__, problem))
             self._stop()
         finally:
             if collects:
                 gc.enable()
-        if seen:
-            self.seen = seen
+        if facts:
+            self.facts = facts
             self._stop()
 
     def compare(
@@ -90,21 +90,21 @@ class Watch:
             UserWarning: if a weight is fused and is trained as another number of matrices.
         """
         model = self._model()
-        if model is None or self.seen is None:
+        if model is None or self.facts is None:
             return None
         places = {name: (group, i) for group in groups for i, name in enumerate(group.get("param_names", ()))}
         wrong: dict[str, tuple[Role, Role]] = {}
         split: dict[str, tuple[Role, Role]] = {}
         entire = entire and not self._part and not may_be_block(model)
         for same in shared_sites(model):
-            name, guess, seen = same[0].name, self._roles.get(same[0].name), self.seen.get(same[0].name)
-            if guess is None or seen is None or name not in places or name in missing:
+            name, guess, facts = same[0].name, self._roles.get(same[0].name), self.facts.get(same[0].name)
+            if guess is None or facts is None or name not in places or name in missing:
                 continue
-            if seen.last and not entire:
-                seen = replace(seen, last=None)
+            if facts.last and not entire:
+                facts = replace(facts, last=None)
             end = guess.kind in ("embeddings", "head")
             ends = {id(site.module): (guess.kind, guess.reason) for site in same if end}
-            shown = shared_roles(same, ends, seen)[0]
+            shown = shared_roles(same, ends, facts)[0]
             if shown.guess and not guess.guess:  # what this forward hides does not contradict what an example showed
                 continue
             group, i = places[name]
@@ -117,15 +117,15 @@ class Watch:
                 if "matrices" in group and as_tuples(group["matrices"][i]) == guess.matrices:
                     split[name] = guess, shown
             elif "reasons" in group and not shown.guess:
-                said = group["reasons"][i].replace(guess.reason, shown.reason, 1)
-                group["reasons"][i] = said.replace("; a guess", "")
+                reason = group["reasons"][i].replace(guess.reason, shown.reason, 1)
+                group["reasons"][i] = reason.replace("; a guess", "")
         trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
         if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
-            what = _told(wrong, places, "contradicts a guess, so no weight has been changed")
-            return LayoutError(about(next(iter(wrong)), what))
+            problem = _message(wrong, places, "contradicts a guess, so no weight has been changed")
+            return LayoutError(about(next(iter(wrong)), problem))
         if split:
-            what = _told(split, places, "shows that fused weights are split otherwise than was guessed")
-            warn(about(next(iter(split)), what))
+            problem = _message(split, places, "shows that fused weights are split otherwise than was guessed")
+            warn(about(next(iter(split)), problem))
         return None
 
 
@@ -148,7 +148,7 @@ class _Hook:
         if watch is None:
             for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
                 del module._forward_hooks[key]
-        elif module.training and torch.is_grad_enabled() and watch.seen is None:
+        elif module.training and torch.is_grad_enabled() and watch.facts is None:
             watch.read(module, outputs)
 
 
@@ -157,11 +157,14 @@ def _in_graph(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     gathered: dict[int, Any] = {}
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
-        for some in getattr(state, "_fsdp_param_groups", ()):
-            gathered |= {id(each.sharded_param): getattr(each, "_unsharded_param", None) for each in some.fsdp_params}
-    known: dict[int, str] = {}
-    for site in sites(model):
-        name = known.setdefault(id(site.parameter), site.name)
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            gathered |= {
+                id(parameter.sharded_param): getattr(parameter, "_unsharded_param", None)
+                for parameter in group.fsdp_params
+            }
+    names: dict[int, str] = {}
+    for site in parameter_sites(model):
+        name = names.setdefault(id(site.parameter), site.name)
         yield name, site.parameter
         if (other := gathered.get(id(site.parameter))) is not None:
             yield name, other
@@ -175,18 +178,18 @@ def _written(role: Role) -> str:
     return f'{{"algorithm": "muon", "matrices": {form}}}'
 
 
-def _lines(found: Mapping[str, tuple[Role, Role]], names: Collection[str], number: int) -> str:
+def _lines(differences: Mapping[str, tuple[Role, Role]], names: Collection[str], number: int) -> str:
     """Return ``overrides=`` for the guessed roles (0) or the shown roles (1) of parameters."""
-    keys = patterns({name: _written(pair[number]) for name, pair in found.items()}, names)
+    keys = patterns({name: _written(pair[number]) for name, pair in differences.items()}, names)
     return "overrides={" + ", ".join(f'r"{key}": {value}' for key, value in keys.items()) + "}"
 
 
-def _told(found: Mapping[str, tuple[Role, Role]], names: Collection[str], what: str) -> str:
+def _message(differences: Mapping[str, tuple[Role, Role]], names: Collection[str], verdict: str) -> str:
     """Return the text of an error or a warning about guessed roles and the roles that were shown."""
-    told = []
-    for key, (guess, shown) in patterns(found, names).items():
+    sentences = []
+    for key, (guess, shown) in patterns(differences, names).items():
         trained = "trained by Muon" if guess.algorithm == "muon" else "trained by AdamW"
         state = f"split as {guess.matrices!r}" if guess.algorithm == shown.algorithm else trained
-        told.append(f"{key} is {state} ({guess.reason}), and the forward shows: {shown.reason}")
-    lines = f"{_lines(found, names, 1)}, or {_lines(found, names, 0)} to keep the guess"
-    return f"The first training forward {what}. {'. '.join(told)}. Write {lines}"
+        sentences.append(f"{key} is {state} ({guess.reason}), and the forward shows: {shown.reason}")
+    lines = f"{_lines(differences, names, 1)}, or {_lines(differences, names, 0)} to keep the guess"
+    return f"The first training forward {verdict}. {'. '.join(sentences)}. Write {lines}"

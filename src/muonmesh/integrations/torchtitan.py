@@ -21,7 +21,7 @@ from muonmesh.build import from_model
 from muonmesh.errors import explain_error
 from muonmesh.groups import ParamGroups, Role, Site, split_params
 from muonmesh.groups.classifiers import register
-from muonmesh.groups.sites import class_names
+from muonmesh.groups.parameter_sites import class_names
 from muonmesh.optimizer import Muon
 
 _DTYPES = ("compute_dtype", "state_dtype", "master_dtype")

@@ -1,7 +1,7 @@
 """LineSegment: consecutive elements of a matrix in the memory order of its parameter, in blocks of 256.
 
-Momentum in int8 has one scale for each block (`muonmesh.step.blocks`). Blocks are counted along the matrix, in the
-direction in which the parameter is stored, so they are the same in every layout of the parameter.
+Momentum in int8 has one scale for each block (`muonmesh.step.int8_momentum`). Blocks are counted along the matrix, in
+the direction in which the parameter is stored, so they are the same in every layout of the parameter.
 """
 
 from __future__ import annotations

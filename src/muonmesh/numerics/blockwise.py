@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.pinned_copies import upload
 
 _DECADES = 7
 

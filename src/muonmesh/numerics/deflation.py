@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics import kernels
-from muonmesh.numerics.kernels.memory import pinned
+from muonmesh.numerics.kernels.pinned_copies import pinned
 from muonmesh.numerics.kernels.threads import keep, run_on_one_thread, scratch
 from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.stochastic import mixed

@@ -12,7 +12,7 @@ from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, factored,
 from muonmesh.numerics.deflation import deflate
 from muonmesh.numerics.kernels import Exact, Matmuls
 from muonmesh.numerics.kernels.dense import scaled
-from muonmesh.numerics.kernels.memory import ALIGNMENT
+from muonmesh.numerics.kernels.product_table import ALIGNMENT
 from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.normalize import load, store, sums
 from muonmesh.numerics.square_matrices import (

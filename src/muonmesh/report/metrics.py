@@ -14,7 +14,7 @@ from muonmesh.comm.agreement import STANDING, Agreement, standing
 from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import host_waits

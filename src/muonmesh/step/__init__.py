@@ -8,8 +8,8 @@
 4. `parameters` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes
    for the exchange: by the parts of rules, or by one launch of a kernel in `by_kernel`. `stored_factored` has state
    by row, column or matrix. `elementwise_step` steps AdamW's parameters during the first gather.
-5. State that is kept otherwise than it is computed with has a codec: `int8_codec`, on the `blocks` of int8 momentum,
-   and `offload`, which copies state from CPU memory.
+5. State that is kept otherwise than it is computed with has a codec: `int8_momentum`, and `offload`, which copies state
+   from CPU memory.
 
 `runtime` holds the runtime state of an optimizer between steps. `untrained` warns of parameters that do not learn.
 """

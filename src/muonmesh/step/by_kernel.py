@@ -15,7 +15,7 @@ from torch import Tensor
 from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
-from muonmesh.numerics.kernels.memory import rewrite, upload
+from muonmesh.numerics.kernels.pinned_copies import rewrite, upload
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
@@ -282,17 +282,18 @@ class ByKernel:
                 places.append(kinds.setdefault(kind, len(kinds)))
             known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
             known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
-        rates, decays, scales = list[float](), list[float](), list[float]()
+        numbers: tuple[list[float], list[float]] = [], []
         for group, rows, cols in known["kinds"]:
-            rule = ready.rules[group] if group is not None and self._adding[group] else None
-            rates.append(0.0 if rule is None else float(rule.lr))
-            decays.append(0.0 if rule is None else rule.weight_decay)
-            scales.append(0.0 if rule is None else rule.scale(rows, cols))  # a rule may have a scale of its own
-        if known.get("numbers") != (rates, decays, scales):
-            numbers = (upload(some, dtype=torch.float64, device=ready.device) for some in (rates, decays, scales))
-            lr, decay, scale = numbers
-            known["factors"].copy_(torch.stack([1 - lr * decay, lr * scale])[:, known["places"]])
-            known["numbers"] = rates, decays, scales
+            rule, keep, size = ready.rules[group] if group is not None and self._adding[group] else None, 1.0, 0.0
+            if rule is not None:
+                keep = 1 - float(rule.lr) * rule.weight_decay
+                size = float(rule.lr) * rule.scale(rows, cols)  # a rule may have a scale of its own
+            numbers[0].append(keep)
+            numbers[1].append(size)
+        if known.get("numbers") != numbers:
+            factors = upload(numbers, dtype=torch.float64, device=ready.device)
+            known["factors"].copy_(factors[:, known["places"]])
+            known["numbers"] = numbers
         keep, size = known["factors"]
         return keep, size
 
@@ -335,7 +336,6 @@ def _folds_as_muon(rule: Any) -> bool:
 
 def _adds(rule: Any) -> bool:
     """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
-    kind = type(rule)
-    if not isinstance(rule, Rule) or (kind.apply, kind.decay) != (Rule.apply, Rule.decay) or kind.asks_for_sums():
+    if not isinstance(rule, Rule) or rule.overrides("apply", "decay", "summands"):
         return False
     return rule.decay_mode == "full" and rounds_to_nearest(rule)

@@ -39,7 +39,7 @@ def step_elementwise(
     """
     for entry in entries:
         if not entry.in_form:
-            prepare_state(entry, precision)
+            prepare_state(entry)
     if offload is None:
         _step(entries, rule, flags, squares_by_group)
         return

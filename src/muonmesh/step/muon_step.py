@@ -24,7 +24,7 @@ from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
-from muonmesh.step.int8_codec import Int8Codec
+from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.parameter_steps import Kind, MatrixStep, ParameterStep, WeightViews
 from muonmesh.step.parameters import ReadyParameters
@@ -202,15 +202,16 @@ class MuonStep(StepCallbacks):
 
     def _take(self, take: Take, together: Together | None, rounds: bool, run: Run) -> None:
         first = self.ready.of(run.rows[0].assignment)
+        if len(run.rows) == 1:
+            take(run.rows[0], first)
+            return
         by_place = rounds and not first.kind.rounds_to_nearest  # at random, by the place of each element
-        if together is not None and not by_place and (entries := self._changing(run, first)):
-            if run.joined is not None:
-                take(run.joined, first)
-                return
-            if together(run, entries, first.kind):
-                return
-        for row in run.rows:
-            take(row, first if row is run.rows[0] else self.ready.of(row.assignment))
+        entries = [] if together is None or by_place else self._changing(run, first)
+        if entries and run.joined is not None:
+            take(run.joined, first)
+        elif together is None or not entries or not together(run, entries, first.kind):
+            for row in run.rows:
+                take(row, self.ready.of(row.assignment))
 
     def _fold_one(self, elements: Elements, folded: bool, row: Row, one: MatrixStep) -> None:
         into, entry, folds = elements.view(row), one.entry, not folded and one.nonzero is not False
@@ -230,7 +231,7 @@ class MuonStep(StepCallbacks):
     def _changing(self, run: Run, first: MatrixStep) -> list[ParameterStep]:
         """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
         nonzero, entries = self.ready.nonzero, self.ready.entries
-        if len(run.rows) == 1 or isinstance(nonzero, Tensor) or first.kind.sums:
+        if isinstance(nonzero, Tensor) or first.kind.sums:
             return []
         if not all([nonzero[row.assignment] for row in run.rows]):
             return []

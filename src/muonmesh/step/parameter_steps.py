@@ -24,12 +24,11 @@ from muonmesh.names import phase_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Hyperparameters, Rule
 from muonmesh.numerics.stochastic import Rounding, keys_of
-from muonmesh.step.blocks import Momentum
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.state_layout import Precision, Refused, StateForm, check_state
+from muonmesh.step.state_layout import Refused, StateForm, check_state
 
-Momenta = Mapping[str, Tensor | Momentum]
-"""The state that a rule keeps as "momentum", by key, in floating point or as int8 codes."""
+Momenta = Mapping[str, Any]
+"""The state that a rule keeps as "momentum", by key: tensors, or `muonmesh.step.int8_momentum.Momentum`."""
 
 
 _RESIZED = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
@@ -104,7 +103,7 @@ class ParameterStep:
         return self.member.state_layouts.keys() <= self.state.keys()
 
 
-def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = True) -> None:
+def prepare_state(entry: ParameterStep, *, create: bool = True) -> None:
     """Bring the state of a parameter into the form in which a step uses it, after the ranks have agreed on the step.
 
     State that is missing begins as zeros, master weights as a copy. A user, a checkpoint or ``model.to(dtype)`` may
@@ -113,25 +112,23 @@ def prepare_state(entry: ParameterStep, precision: Precision, *, create: bool = 
 
     Args:
         entry: The parameter.
-        precision: The dtypes of state.
         create: Whether to create what is missing.
     """
-    local, state = entry.local, entry.state
+    state = entry.state
     for form in entry.forms:
-        key, layout, dtype = form.key, form.layout, form.dtype
+        key = form.key
         if (held := state.get(key)) is None:
             state.pop(key, None)
+            if create:
+                state[key] = form.fresh()
             if create and key == "master":
-                state[key] = layout.storage.wrap(precision.copy_of(local, dtype))
-            elif create:
-                state[key] = layout.fresh(form.shape, dtype, local.device, precision)
+                local_of(state[key]).copy_(entry.local, non_blocking=True)
             continue
         kept = local_of(held)
-        dtype = kept.dtype if dtype == torch.int8 else dtype
-        if not _has(form._replace(dtype=dtype), held):
-            state[key] = layout.fresh(form.shape, dtype, local.device, precision)
-            if kept.shape == form.shape:
-                local_of(state[key]).copy_(kept)
+        wanted = form._replace(dtype=kept.dtype) if form.dtype == torch.int8 else form
+        state[key] = held if _has(wanted, held) else wanted.fresh()
+        if state[key] is not held and kept.shape == form.shape:
+            local_of(state[key]).copy_(kept)
     entry.in_form = create
 
 

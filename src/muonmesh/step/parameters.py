@@ -64,45 +64,31 @@ class Snapshot:
         self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]
     ) -> None:
         self._parameters, self._states = parameters, states
-        self._held = [*state, *state.values()]  # compared in order: a tensor's hash costs more
-        self._keys = [*chain.from_iterable(states)]
+        self._contents = self._contents_of(state)
         self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
         self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
-        self._places = self._places_now()
+        _, self._addresses, self._forms = self._places_of(self._tensors)
+        self._forms_of_gradients = [forms[: len(parameters)] for forms in self._forms]
         self.version: list[int] | None = None
 
     def is_current(self, state: Mapping[Tensor, Any]) -> bool:
         """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
-        states = self._states
-        if 2 * len(state) != len(self._held) or not all(map(is_, chain(state, state.values()), self._held)):
+        contents, known = self._contents_of(state), self._contents
+        if len(contents) != len(known) or not all(map(is_, contents, known)):
             return False
-        if [*chain.from_iterable(states)] != self._keys:
-            return False
-        values = chain.from_iterable(map(dict.values, states))
-        return all(map(is_, values, self._tensors[len(states) :])) and self._places_now() == self._places
+        return self._places_of(self._tensors)[1:] == (self._addresses, self._forms)
 
     def gradients(self) -> list[Tensor] | None:
         """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
-        found: list[Any] = [parameter.grad for parameter in self._parameters]
-        kinds = set(map(type, found))
+        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        kinds = set(map(type, gradients))
         if type(None) in kinds or (self.is_plain and kinds != {Tensor}):
             return None
-        local: list[Tensor] = found
-        if not self.is_plain:
-            local = [*map(local_of, found)]
-            pairs = zip(self._parameters, found, strict=True)
-            if any([_placed(tensor) != _placed(gradient) for tensor, gradient in pairs]):
-                return None
-        count, (_, shapes, _, dtypes, _) = len(found), self._places
-        if [*map(Tensor.size, local)] != shapes[:count]:
-            return None
-        if [*map(_DTYPE, local)] != dtypes[:count]:
-            return None
         try:
-            if not all(map(Tensor.is_contiguous, local)):
-                return None
-            addresses = [*map(Tensor.data_ptr, local)]
+            local, addresses, forms = self._places_of(gradients)
         except RuntimeError:  # one that is not dense
+            return None
+        if forms != self._forms_of_gradients:
             return None
         if addresses != self.version:  # memory that is where it was has not been freed
             if any(map(is_freed, local)):
@@ -110,18 +96,23 @@ class Snapshot:
             self.version = addresses
         return local
 
-    def _places_now(self) -> tuple[list[Any], ...]:
-        """Return where all tensors lie, and in which form. A transposed square matrix only ceases to be contiguous."""
-        local = self._tensors if self.is_plain else [*map(local_of, self._tensors)]
-        own = () if self.is_plain else zip(local, self._tensors, strict=True)
+    def _contents_of(self, state: Mapping[Tensor, Any]) -> list[object]:
+        """Return keys and values of the state, and of the entry of each parameter: a tensor's hash costs more."""
+        entries = self._states
+        values = chain.from_iterable(map(dict.values, entries))
+        return [*state, *state.values(), *chain.from_iterable(entries), *values]
+
+    def _places_of(self, tensors: list[Any]) -> tuple[list[Tensor], list[int], list[list[Any]]]:
+        """Return the local tensors, their addresses and forms. A transposed square only ceases to be contiguous."""
+        local = tensors if self.is_plain else [*map(local_of, tensors)]
         contiguous = [*map(Tensor.is_contiguous, local)]
-        return (
-            [*map(Tensor.data_ptr, local)],
+        forms: list[list[Any]] = [
             [*map(Tensor.size, local)],
             contiguous if all(contiguous) else [*map(Tensor.stride, local)],
             [*map(_DTYPE, local)],
-            [(id(tensor), _placed(of)) for tensor, of in own],
-        )
+            [] if self.is_plain else [*map(_placed, tensors)],
+        ]
+        return local, [*map(Tensor.data_ptr, local)], forms
 
 
 def _placed(tensor: Any) -> object:
@@ -346,7 +337,7 @@ class ReadyParameters:
     def _make_ready(self, entry: ParameterStep) -> None:
         member = entry.member
         if not entry.in_form:  # state is created unless the CPU knows that no rank has a gradient
-            prepare_state(entry, self.precision, create=entry.present is not False)
+            prepare_state(entry, create=entry.present is not False)
         if self.codec is None:
             entry.bind({})
         else:
@@ -392,8 +383,8 @@ class ReadyParameters:
         if (kind := self._kinds.get(place)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
-            facts = rule.scale(matrix.rows, matrix.cols), rule.asks_for_sums(), rounds_to_nearest(rule)
-            whole = rule.balances(), rule.changes_matrices()
+            facts = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands"), rounds_to_nearest(rule)
+            whole = rule.overrides("balance"), rule.overrides("whole")
             kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
             self._kinds[place] = kind
         mask = nonzero if isinstance(nonzero, Tensor) else None

@@ -32,8 +32,8 @@ from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import KeptAs, Rule, rule_of
-from muonmesh.step.blocks import Blocks
 from muonmesh.step.flag_vector import FlagVector
+from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.state_layout import Precision, StateLayout
 
@@ -296,7 +296,7 @@ def _parameter(
     if precision.kernels != "auto":  # other kernels round differently
         settings = f"{settings}, kernels {told_products(precision.kernels, device=device, dtype=precision.compute)}"
     each = tuple(flops[matrix.shape] for matrix in matrices)
-    if rule.changes_matrices():
+    if rule.overrides("balance", "whole") or not rule.orthogonalizes:
         settings = f"{settings}, {group['algorithm']}"
     factored_states = tuple(
         state_layout.factored for state_layout in member.state_layouts.values() if state_layout.factored is not None

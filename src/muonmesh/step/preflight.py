@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.layout.piece_table import PieceTable, Row
-from muonmesh.numerics.kernels.memory import upload
+from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.settings.reading import SettingsFound
 from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
@@ -33,10 +32,8 @@ from muonmesh.step.runtime import Runtime
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
 
-_PROBE = 64
-"""Number of elements of a gradient that are checked first for being exactly zero; nearly always enough."""
-
-_ROWS = "rows of matrices"
+_PROBE = 256
+"""In pieces of more elements, the first row is checked before all others for being zero; nearly always enough."""
 
 
 def preflight(
@@ -138,7 +135,7 @@ def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[boo
 def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
     """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
 
-    The first elements of each matrix are looked at, of many matrices at once, and only then all others.
+    Of large pieces some elements are looked at first, because torch reads all elements before it answers.
 
     Args:
         table: The pieces of all gradients on this rank.
@@ -146,28 +143,12 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
         matrices: The number of matrices.
     """
     found = [False] * matrices
-    rows_of: dict[int, list[Row]] = table.derived.get(_ROWS) or table.once(_ROWS, lambda: _by_matrix(table))
-    probes: dict[tuple[int, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-    for number, (first, *_) in rows_of.items():
-        if (gradient := gradients[first.parameter]) is not None:  # all rows of a matrix are of one parameter
-            count, strides = min(first.piece.shape[-1], _PROBE), first.piece.storage_strides[-1:]
-            numbers, views = probes.setdefault((count, gradient.dtype), ([], []))
-            numbers.append(number)
-            start = gradient.storage_offset() + first.piece.storage_start
-            views.append(gradient.as_strided((count,), strides, start))
-    for numbers, views in probes.values():
-        probed = views[0].any().unsqueeze(0) if len(views) == 1 else torch.stack(views).any(1)
-        for number, any_nonzero in zip(numbers, probed.tolist(), strict=True):
-            found[number] = any_nonzero or any(_has_nonzero(row, gradients[row.parameter]) for row in rows_of[number])
+    for row in table.rows:
+        if not found[row.assignment] and (gradient := gradients[row.parameter]) is not None:
+            view = view_in_storage(gradient, row.piece)
+            large = row.piece.numel > _PROBE
+            found[row.assignment] = bool((view[0] if large else view).any()) or (large and bool(view.any()))
     return found
-
-
-def _by_matrix(table: PieceTable) -> dict[int, list[Row]]:
-    return {number: [*rows] for number, rows in groupby(table.rows, lambda row: row.assignment)}
-
-
-def _has_nonzero(row: Row, gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(view_in_storage(gradient, row.piece).any())
 
 
 def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found: Tensor) -> None:

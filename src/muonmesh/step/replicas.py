@@ -25,8 +25,8 @@ from muonmesh.comm.undeclared_replicas import Claim, Gradients, Sums
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.settings.reading import SettingsFound
-from muonmesh.step.blocks import SCALE
 from muonmesh.step.flag_vector import DIGEST
+from muonmesh.step.int8_momentum import SCALE
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision

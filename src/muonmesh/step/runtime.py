@@ -19,10 +19,10 @@ from muonmesh.groups.watch import Watch
 from muonmesh.layout import Declared
 from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
-from muonmesh.numerics.kernels.memory import download
+from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import SettingsFound
-from muonmesh.step.blocks import Blocks
+from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import IdleParameters

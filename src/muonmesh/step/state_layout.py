@@ -9,7 +9,7 @@ needs is a table of the kinds of faults that it refuses, with the line to write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -37,7 +37,7 @@ class Precision:
         state: The dtype of per-element state; fp32 if momentum is kept in int8.
         master: The dtype of master weights; None: there are none.
         kernels: The kernels that multiply matrices.
-        int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.blocks`).
+        int8: Whether momentum is kept in int8, with a scale for each block (`muonmesh.step.int8_momentum`).
         on_host: Whether per-element state is kept in CPU memory (`muonmesh.step.offload`).
     """
 
@@ -58,18 +58,6 @@ class Precision:
     def leaves(self, device: torch.device) -> bool:
         """Whether the per-element state of a parameter on ``device`` is kept on another device."""
         return self.on_host and device.type != "cpu"
-
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for per-element state of a parameter on ``device``: on this device, or in pinned CPU memory."""
-        if not self.leaves(device):
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
-
-    def copy_of(self, local: Tensor, dtype: torch.dtype, *, wait: bool = False) -> Tensor:
-        """Return a contiguous copy in another dtype, placed as by `zeros`; ``wait``: the CPU may read it at once."""
-        if not self.leaves(local.device):
-            return local.detach().to(dtype).contiguous()
-        return self.zeros(local.shape, dtype, local.device).copy_(local.detach(), non_blocking=not wait)
 
     @property
     def wire(self) -> torch.dtype:
@@ -98,30 +86,31 @@ class StateLayout(NamedTuple):
     factored: FactoredState | None = None
     dtype: torch.dtype | None = None
 
-    def saved_dtype(self, precision: Precision) -> torch.dtype:
-        """Return the dtype in a checkpoint: ``state_dtype``, but fp32 or wider for state that is not per element.
-
-        AdamW's moments have the dtype of the master weights or, without master weights, of the parameter.
-        """
-        if self.kept_as == "count":
-            return torch.float32
-        if self.dtype is not None:
-            return master_for(self.dtype, precision.master) or self.dtype
-        return precision.state if self.factored is None else precision.carried
-
     def form(self, key: str, parameter: Storage, local: Tensor, precision: Precision) -> StateForm:
         """Return the form of this state on this rank, under a key.
+
+        Momentum has ``state_dtype``, and other state that is not per element fp32 or wider. AdamW's moments have the
+        dtype of the master weights or, without master weights, of the parameter. The count is on a CUDA device with its
+        parameter, because torch's fused kernels need it there.
 
         Args:
             key: The key.
             parameter: The storage of the parameter.
             local: The local part of the parameter.
-            precision: The dtypes of state. Int8 momentum is saved in fp32; all other state as it is kept.
+            precision: The dtypes and the place of state.
         """
-        counts, int8 = self.kept_as == "count", precision.int8 and self.kept_as == "momentum"
-        shape = () if counts else tuple(local.shape) if self.storage is parameter else local_shape(self.storage)
-        dtype = torch.int8 if int8 else self.saved_dtype(precision)
-        return StateForm(key, self, shape, dtype, self.device_beside(local.device, precision))
+        device = local.device
+        if self.kept_as == "count":
+            return StateForm(key, self, (), torch.float32, device if device.type == "cuda" else torch.device("cpu"))
+        shape = tuple(local.shape) if self.storage is parameter else local_shape(self.storage)
+        dtype = precision.state if self.factored is None else precision.carried
+        if self.dtype is not None:
+            dtype = master_for(self.dtype, precision.master) or self.dtype
+        elif precision.int8 and self.kept_as == "momentum":
+            dtype = torch.int8
+        if self.factored is None and precision.leaves(device):
+            return StateForm(key, self, shape, dtype, torch.device("cpu"), pinned=torch.cuda.is_available())
+        return StateForm(key, self, shape, dtype, device)
 
     @property
     def at_owner(self) -> bool:
@@ -134,15 +123,6 @@ class StateLayout(NamedTuple):
         if self.kept_as == "count":
             return "parameter"
         return "element" if self.factored is None else self.factored.side
-
-    def device_beside(self, device: torch.device, precision: Precision) -> torch.device:
-        """Return the device of this state, for a parameter on ``device``.
-
-        The count is on the same CUDA device, because torch's fused kernels need it there.
-        """
-        if self.kept_as == "count":
-            return device if device.type == "cuda" else torch.device("cpu")
-        return torch.device("cpu") if self.side == "element" and precision.leaves(device) else device
 
     def local_of(self, name: str, value: object, *others: torch.dtype) -> Tensor:
         """Return the local part of a value that this state may have.
@@ -166,12 +146,6 @@ class StateLayout(NamedTuple):
             found = f"a tensor of {value.dtype} and {value.layout}, perhaps freed"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or load the state again"
         raise StateError(explain_error(name, found, "a dense tensor of floating-point numbers", write))
-
-    def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, precision: Precision) -> Tensor:
-        """Return new state of zeros for a parameter on ``device``, as a DTensor if the storage is a DTensor's."""
-        if self.side == "element":
-            return self.storage.wrap(precision.zeros(shape, dtype, device))
-        return self.storage.wrap(torch.zeros(shape, dtype=dtype, device=self.device_beside(device, precision)))
 
 
 _WHOLE = torch.int32, torch.int64
@@ -200,6 +174,7 @@ class StateForm(NamedTuple):
         shape: Its shape on this rank.
         dtype: Its dtype in the optimizer's state.
         device: Its device.
+        pinned: Whether it is in pinned memory.
     """
 
     key: str
@@ -207,6 +182,17 @@ class StateForm(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    pinned: bool = False
+
+    @property
+    def saved(self) -> StateForm:
+        """The form in a checkpoint: fp32 for int8."""
+        return self._replace(dtype=torch.float32) if self.dtype == torch.int8 else self
+
+    def fresh(self) -> Tensor:
+        """Return new state of zeros, as a DTensor if the storage is a DTensor's."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device, pin_memory=self.pinned)
+        return self.layout.storage.wrap(zeros)
 
 
 def check_state(name: str, forms: Iterable[StateForm], state: Mapping[str, Any], refused: Refused) -> None:
@@ -239,7 +225,7 @@ def _faults(
             yield "stranger", f"{key!r} in its state", known
         if key not in forms or value is None:
             continue
-        _, layout, shape, dtype, device = forms[key]
+        _, layout, shape, dtype, device, _ = forms[key]
         local = layout.local_of(f"{name}: {key}", value, dtype)
         found, needed = _told(local.shape, value), _told(shape, layout.storage)
         if tuple(local.shape) != shape:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
-from muonmesh.groups.sites import sites
+from muonmesh.groups.parameter_sites import parameter_sites
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.planning import Planned
@@ -64,7 +64,7 @@ class IdleParameters:
         if model is None:
             return None
         self._looked_at |= fresh
-        others = {site.name: site.parameter for site in sites(model) if site.name in fresh}
+        others = {site.name: site.parameter for site in parameter_sites(model) if site.name in fresh}
         others = {name: other for name, other in others.items() if other is not missing[name]}
         self._looked_at -= others.keys()
         names = [name for name, other in others.items() if other.grad is not None]
@@ -100,7 +100,7 @@ class IdleParameters:
     def _look_at_frozen(self, groups: Sequence[Mapping[str, Any]]) -> None:
         model = None if self.model is None or not self.frozen else self.model()
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        found = [] if model is None else [site for site in sites(model) if site.parameter.requires_grad]
+        found = [] if model is None else [site for site in parameter_sites(model) if site.parameter.requires_grad]
         names = [site.name for site in found if id(site.parameter) not in trained]
         fresh = [name for name in names if name in self.frozen and name not in self._told]
         if fresh:

@@ -90,7 +90,7 @@ def prove_rule(
     """
     if isinstance(rule, str):
         is_known(rule)  # imports the rule if an installed package declares it
-    names = [name for name, known in RULES.items() if rule in (name, known)]
+    names = [name for name, registered in RULES.items() if rule in (name, registered)]
     if not names:
         write = 'Write @muonmesh.register_rule("a name") in front of it'
         raise ValueError(explain_error("prove_rule", repr(rule), "a rule that groups can name", write))
@@ -101,14 +101,14 @@ def prove_rule(
     cases = [_case(generator) for _ in range(examples)]
     for case in cases:
         _agree(_differences(case, group, mesh_of))
-    return _told(names[0], cases)
+    return _summary(names[0], cases)
 
 
-def _told(rule: str, cases: Sequence[SimpleNamespace]) -> str:
+def _summary(rule: str, cases: Sequence[SimpleNamespace]) -> str:
     """Return the sentence about the checked cases."""
-    ranks, held = world_size(), Counter(case.how for case in cases)
+    ranks, counts = world_size(), Counter(case.how for case in cases)
     kinds = {"mesh": "on a mesh", "plain": "replicated", "flat": "in a flat buffer"}
-    layouts = ", ".join(f"{held[how]} {words}" for how, words in kinds.items() if held[how])
+    layouts = ", ".join(f"{counts[how]} {words}" for how, words in kinds.items() if counts[how])
     shapes = f"{len({case.shape for case in cases})} shapes"
     if ranks > 1:
         return f"{rule}: {ranks} ranks have the bits of one process in all {len(cases)} cases ({layouts}; {shapes})"
@@ -167,38 +167,41 @@ def _differences(
         storage = Storage(layout, case.shape)
     # All ranks run both before any rank raises an error; otherwise the other ranks would wait for it.
     (cpu, differing), (device, differing_there) = (
-        _stepped(case, group, layout, storage, together=together) for together in (False, True)
+        _stepped(case, group, layout, storage, as_device=as_device) for as_device in (False, True)
     )
     infinite = [key for key in cpu if not bool((cpu[key].isfinite() & device[key].isfinite()).all())]
     far = []
     if case.options["compute_dtype"] == torch.float32:  # in bf16 a device rounds the product of update and step
         far = [key for key, value in cpu.items() if (device[key] - value).abs().max() > _FAR * value.abs().max()]
-    for wrong, told in (
+    for wrong, consequence in (
         (infinite, "are not finite in one process, as after a division by the norm of a row of zeros,"),
         (differing, "differ from one process"),
         (differing_there, "differ from one process by the operations of a device"),
         (far, "differ between the operations of a device and those of a CPU"),
     ):
         if wrong:
-            return f"{', '.join(wrong)} {told} in {case}"
+            return f"{', '.join(wrong)} {consequence} in {case}"
     return ""
 
 
 def _stepped(
-    case: SimpleNamespace, group: Mapping[str, Any], layout: Layout, storage: Storage, *, together: bool
+    case: SimpleNamespace, group: Mapping[str, Any], layout: Layout, storage: Storage, *, as_device: bool
 ) -> tuple[Mapping[str, Tensor], list[str]]:
     """Step a case in its layout and in one process; return weights and state of the latter, and where bits differ."""
     random_numbers = torch.Generator().manual_seed(case.seed)
     start = _randn(case.shape, random_numbers)
     alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(local_part(start, layout)))
-    where: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
+    layout_arguments: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
     if case.how == "flat":
-        where["layouts"] = {"parameter": layout}
+        layout_arguments["layouts"] = {"parameter": layout}
     optimizers = []
-    for parameter, held in ((alone, {"process_group": "local"}), (shared, {**where, "shard_state": case.shard_state})):
+    for parameter, arguments in (
+        (alone, {"process_group": "local"}),
+        (shared, {**layout_arguments, "shard_state": case.shard_state}),
+    ):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
-        optimizer = Muon([entry], lr=0.02, **case.options, **held)
-        optimizer._runtime.driver = Driver(not together)
+        optimizer = Muon([entry], lr=0.02, **case.options, **arguments)
+        optimizer._runtime.driver = Driver(not as_device)
         optimizers.append(optimizer)
     for kind in case.gradients:
         gradient = _randn(case.shape, random_numbers)
@@ -211,14 +214,20 @@ def _stepped(
         for optimizer in optimizers:
             optimizer.step()
     expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
-    found = {"weights": shared.detach(), **optimizers[1].state[shared]}
+    values = {"weights": shared.detach(), **optimizers[1].state[shared]}
     state_layouts = placed_members(optimizers[1])[0].state_layouts
     # With a device, the CPU does not know whether any rank has had a gradient, so a shard has its state from step 1 on.
-    wrong = sorted(expected.keys() - found.keys() if together else expected.keys() ^ found.keys())
-    for key in expected.keys() & found.keys():
-        place = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
-        value = local_part(expected[key].view(place.shape), place) if place is not None else expected[key]
-        if not torch.equal(local_of(found[key]).reshape(value.shape), value):
+    wrong = sorted(expected.keys() - values.keys() if as_device else expected.keys() ^ values.keys())
+    for key in expected.keys() & values.keys():
+        value_layout = (
+            layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
+        )
+        value = (
+            local_part(expected[key].view(value_layout.shape), value_layout)
+            if value_layout is not None
+            else expected[key]
+        )
+        if not torch.equal(local_of(values[key]).reshape(value.shape), value):
             wrong.append(key)
     return expected, wrong
 
@@ -238,22 +247,22 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
         if isinstance(rule, Rule) and rule.count_of_sums() and (key := _written_by_summands(rule, inputs)):
             return (
                 f"{type(rule).__name__}.summands: {key!r} has been written; needed all but the update read only, since "
-                "it is called more than once in a step. What is kept belongs into apply_with()"
+                "it is called more than once in a step. What is kept belongs into apply()"
             )
         cuts = slice(0, None), slice(0, border), slice(border, None)
-        given = [{key: value[cut].clone() for key, value in inputs.items()} for cut in cuts]
+        copies = [{key: value[cut].clone() for key, value in inputs.items()} for cut in cuts]
         try:
-            whole, *halves = [_run_parts(rule, each) for each in given]
+            whole, *halves = [_run_parts(rule, part_inputs) for part_inputs in copies]
         except Exception as error:
             return (
                 f"{type(rule).__name__}: {error!r} on {length} elements or on {border} of them; needed parts that work "
                 "element by element on any number of elements, also on none"
             )
-        if not torch.equal(given[0]["gradient"], inputs["gradient"]):
+        if not torch.equal(copies[0]["gradient"], inputs["gradient"]):
             return f"{type(rule).__name__}: the gradient has been written; needed it read only, since it is the user's"
         for part, values in whole.items():
-            for one, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
-                if not torch.equal(one, torch.cat([low, high])):
+            for joined, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
+                if not torch.equal(joined, torch.cat([low, high])):
                     return (
                         f"{type(rule).__name__}.{part}: {length} elements together have other bits than {border} and "
                         f"{length - border} apart; needed operations that work element by element and draw no random "
@@ -285,10 +294,10 @@ def _scale_that_counts(group: Mapping[str, Any]) -> str:
 
 def _written_by_summands(rule: Rule, inputs: Mapping[str, Tensor]) -> str:
     """Return the name of a tensor that a rule's summands write although they must not; empty if there is none."""
-    given = {key: value.clone() for key, value in inputs.items()}
-    state = {key: given[key] for key, kept in rule.keeps().items() if kept == "weights"}
-    rule.summands(given["weights"], given["update"], 0.01, state)
-    return next((key for key in ("weights", *state) if not torch.equal(given[key], inputs[key])), "")
+    copies = {key: value.clone() for key, value in inputs.items()}
+    state = {key: copies[key] for key, kept_as in rule.keeps().items() if kept_as == "weights"}
+    rule.summands(copies["weights"], copies["update"], 0.01, state)
+    return next((key for key in ("weights", *state) if not torch.equal(copies[key], inputs[key])), "")
 
 
 def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> dict[str, Sequence[Tensor]]:
@@ -298,23 +307,21 @@ def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> di
         state = {key: [inputs[key]] for key in rule.keeps()}
         rule.step([weights], [inputs["gradient"].to(weights.dtype)], state, counts, stop=None, measured=False)
         return {"step": (weights, *(inputs[key] for key in rule.keeps()))}
-    folded = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "momentum"}
-    applied = {key: inputs[key] for key, kept in rule.keeps().items() if kept == "weights"}
+    folded = {key: inputs[key] for key, kept_as in rule.keeps().items() if kept_as == "momentum"}
+    applied = {key: inputs[key] for key, kept_as in rule.keeps().items() if kept_as == "weights"}
     weights, update = inputs["weights"], inputs["update"]
     rule.fold(inputs["gradient"], folded)
     direction = rule.direction(inputs["gradient"], folded).clone()
-    found: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
-    asked = rule.count_of_sums()
-    if asked:
-        found["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
-        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64, device="cpu") for number in range(asked))
-        of_matrices = [key for key, kept in rule.keeps().items() if kept == "matrix"]
-        told = {key: torch.full((), 0.75, dtype=torch.float64, device="cpu") for key in of_matrices}
-        rule.apply_with(weights, update, 0.01, {**applied, **told}, sums)
-    else:
-        rule.apply(weights, update, 0.01, applied)
-    found["apply_with" if asked else "apply"] = (weights, *applied.values())
-    return found
+    results: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
+    matrix_sums, sums = dict[str, Tensor](), tuple[Tensor, ...]()
+    if sums_needed := rule.count_of_sums():
+        results["summands"] = rule.summands(weights, update.clone(), 0.01, applied)
+        sums = tuple(torch.full((), 1.5 + number, dtype=torch.float64, device="cpu") for number in range(sums_needed))
+        of_matrices = [key for key, kept_as in rule.keeps().items() if kept_as == "matrix"]
+        matrix_sums = {key: torch.full((), 0.75, dtype=torch.float64, device="cpu") for key in of_matrices}
+    rule.apply(weights, update, 0.01, {**applied, **matrix_sums}, sums)
+    results["apply"] = (weights, *applied.values())
+    return results
 
 
 def _randn(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:

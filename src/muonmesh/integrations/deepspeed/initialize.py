@@ -15,12 +15,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from muonmesh.checkpoint.fitting import OWN_KEYS
+from muonmesh.checkpoint.load_plan import OWN_KEYS
 from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.sites import global_shape
+from muonmesh.groups.parameter_sites import global_shape
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler

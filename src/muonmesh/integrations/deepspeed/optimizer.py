@@ -14,8 +14,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.fitting import OWN_KEYS
-from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.checkpoint.load_plan import OWN_KEYS
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import Storage, this_rank, world_size
@@ -44,7 +44,7 @@ def _checksum(weights: Tensor) -> Tensor:
     return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
 
 
-class EngineOptimizer(torch.optim.Optimizer, Recorded):
+class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     """Muon and AdamW for a DeepSpeed engine, which lets the optimizer step flat fp32 tensors instead of parameters.
 
     1. DeepSpeed creates the optimizer inside the engine, and replaces the parameters in its groups by flat tensors. At
@@ -95,7 +95,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
             for member in placed_members(muon):
                 storages[member.tensor].append(member.storage)
             self._share(muon)
-            Recorded(muon).create_state()  # DeepSpeed links parameters to their state once
+            CheckpointedOptimizer(muon).create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
     def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
@@ -144,7 +144,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
         if not self.muons:
             return  # the engine is still being made
         watch, guessed = self.watched
-        if watch is not None and watch.seen is not None:
+        if watch is not None and watch.facts is not None:
             error = watch.compare(guessed, (), entire=True)
             if error is not None:
                 raise error
@@ -241,7 +241,7 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
         for muon in self.muons:
-            Recorded(muon).refuse_if_interrupted()
+            CheckpointedOptimizer(muon).refuse_if_interrupted()
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
@@ -252,13 +252,13 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
                     found, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
                     raise StateError(explain_error(f"group {identity.get('name')!r}", found, needed, _AS_SAVED))
 
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter with its state, for `muonmesh.checkpoint`; see `Recorded`."""
+    def checkpoint_records(self) -> list[ParameterRecord]:
+        """Return a `ParameterRecord` of every parameter with its state; see `CheckpointedOptimizer`."""
         self._settle()
         for muon in self.muons:
             self._share(muon)
         groups = self._group_of
-        records = (record for muon in self.muons for record in Recorded(muon).checkpoint_records())
+        records = (record for muon in self.muons for record in CheckpointedOptimizer(muon).checkpoint_records())
         return [replace(record, group=groups[record.name]) for record in records]
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
@@ -268,13 +268,13 @@ class EngineOptimizer(torch.optim.Optimizer, Recorded):
     def checkpoint_changing(self) -> None:
         """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
         for muon in self.muons:
-            Recorded(muon).checkpoint_changing()
+            CheckpointedOptimizer(muon).checkpoint_changing()
 
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
         for muon in self.muons:
-            Recorded(muon).checkpoint_restored()
+            CheckpointedOptimizer(muon).checkpoint_restored()
         publish(self._zero)
         self._note(*self.muons)
 

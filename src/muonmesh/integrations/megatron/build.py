@@ -20,7 +20,7 @@ from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import scale_kind_of
 from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.groups.sites import unwrapped
+from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import SavedBox, layout_of, ranges_of, saved_boxes_of
 from muonmesh.integrations.megatron.main_grad import MainGrad

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from muonmesh.checkpoint.record import Boxes, Recorded, boxes_of
+from muonmesh.checkpoint.record import Boxes, CheckpointedOptimizer, boxes_of
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
 from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
@@ -47,7 +47,7 @@ def sharded(
         holders: For each group by name, the first rank that has it.
         is_loading: Whether a checkpoint will be loaded into the result.
     """
-    Recorded(optimizer).create_state()
+    CheckpointedOptimizer(optimizer).create_state()
     optimizer.finish()
     for member in placed_members(optimizer):
         member.weights(optimizer.state[member.tensor])  # a master weight follows its weights

@@ -16,7 +16,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
-from muonmesh.checkpoint.record import Record, Recorded
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
@@ -93,7 +93,7 @@ class Holding(NamedTuple):
     resizes: bool
 
 
-class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
+class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
     """One Megatron optimizer for Muon's and AdamW's parameters, dense weights and experts.
 
     Megatron calls `step` once in each iteration, after it has reduced the gradients into ``main_grad``. `step` unscales
@@ -121,7 +121,7 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
         skip_above: float | str,
     ) -> None:
         Base.__init__(self, optimizer, config)
-        Recorded.__init__(self, optimizer)
+        CheckpointedOptimizer.__init__(self, optimizer)
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
@@ -401,8 +401,8 @@ class MegatronOptimizer(Base, Recorded):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- muonmesh.checkpoint
 
-    def checkpoint_records(self) -> list[Record]:
-        """Return a `Record` of every parameter of this rank with its state, for `muonmesh.checkpoint`.
+    def checkpoint_records(self) -> list[ParameterRecord]:
+        """Return a `ParameterRecord` of every parameter of this rank with its state, for `muonmesh.checkpoint`.
 
         The ranks communicate only if owners keep state of their matrices and no plan is agreed on. (An owner is the
         rank that orthogonalizes a matrix.)

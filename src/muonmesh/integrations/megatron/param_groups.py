@@ -11,7 +11,7 @@ from torch import nn
 
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
-from muonmesh.groups.sites import Site, sites, unwrapped
+from muonmesh.groups.parameter_sites import Site, parameter_sites, unwrapped
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
@@ -57,7 +57,7 @@ def find_groups(
     used = set[str]()
     for chunk in chunks:
         model = unwrapped(chunk)
-        held = [site for site in sites(model) if site.parameter.requires_grad]
+        held = [site for site in parameter_sites(model) if site.parameter.requires_grad]
         if not held:
             continue
         names = {site.name: whole_name(site, expert_rank) for site in held}

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.sites import Kind, Role, Site, class_names
+from muonmesh.groups.parameter_sites import Kind, Role, Site, class_names
 from muonmesh.names import canonical_name
 
 _WEIGHT = re.compile(r"weight\d*")

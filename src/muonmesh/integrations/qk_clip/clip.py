@@ -19,7 +19,7 @@ from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import calling, escaped, explain_error
-from muonmesh.groups.example import Example, seen_in
+from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
@@ -88,7 +88,7 @@ class QKClip:
             for name, matrices in zip(group.get("param_names", ()), group["matrices"], strict=False)
         }
         with calling("QKClip"):
-            seen = {} if example is None else seen_in(model, example, sharded=_SHARDED)
+            seen = {} if example is None else facts_of_example(model, example, sharded=_SHARDED)
         found = attentions(model, seen, stepped)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.graph import Seen
+from muonmesh.groups.graph import Facts
+from muonmesh.groups.parameter_sites import Site, class_names, parameter_sites
 from muonmesh.groups.roles import role
-from muonmesh.groups.sites import Site, class_names, sites
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
@@ -68,7 +68,7 @@ class Attention:
     queries: tuple[nn.Module, str]
 
 
-def attentions(model: nn.Module, seen: Mapping[int, Seen], stepped: Mapping[str, Any]) -> list[Attention]:
+def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
     """Return the attention modules of a model in its order, without linear attention.
 
     ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut. Where it
@@ -85,7 +85,7 @@ def attentions(model: nn.Module, seen: Mapping[int, Seen], stepped: Mapping[str,
     """
     found: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
-    for site in sites(model):
+    for site in parameter_sites(model):
         attribute, owner = _place_of(site)
         if not _named(attribute) or not any("Attention" in name for name in class_names(owner)):
             continue

@@ -1,14 +1,6 @@
 """Kernels: the matrix products of Newton–Schulz, as a table that `select` chooses for the hardware.
 
-- `table` says what a table of products offers. `select` returns one: torch's (`dense`, `blocked` and `multiple` on a
-  CPU, `batched` on a device), `compiled` (C, in `products.c`), or `triton` (`tiles` for products, `lines` for norms,
-  `small` for all steps of a small matrix).
-- The elementwise parts of a step on a device: `rows` writes the tables, `pieces` has the kernels, `fused` starts them.
-- Starting kernels: `triton_launch` starts one, `recording` starts those of an earlier call again, and `toolchain` knows
-  what Triton can do here. `memory` moves small tensors.
-- `threads` runs tasks on threads of a CPU, each on one core.
-
-Nothing here knows ranks, plans or rules.
+`README.md` in this folder says what each file is for. Nothing here knows ranks, plans or rules.
 """
 
 from __future__ import annotations
@@ -24,9 +16,9 @@ from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.blocked import BLOCKED
 from muonmesh.numerics.kernels.compiled import ORDER_OF_SUMS, NoLibrary, compiled_products, library
 from muonmesh.numerics.kernels.dense import dense, widened
-from muonmesh.numerics.kernels.memory import ALIGNMENT
-from muonmesh.numerics.kernels.table import Exact as Exact
-from muonmesh.numerics.kernels.table import Matmuls as Matmuls
+from muonmesh.numerics.kernels.product_table import ALIGNMENT
+from muonmesh.numerics.kernels.product_table import Exact as Exact
+from muonmesh.numerics.kernels.product_table import Matmuls as Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_installed, is_interpreted, is_usable
 from muonmesh.numerics.kernels.triton import triton_products
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.product_table import Matmuls, Number, Operand, Terms
 
 
 def multiply(

@@ -1,11 +1,15 @@
-"""CPU: symmetric results by column blocks, only the upper block triangle multiplied, the rest mirrored.
+"""Blocked: torch's products of one large matrix on a CPU. Of a symmetric result only the upper blocks are multiplied.
 
-Each call has one thread, and threads share the calls, because the bits of a call depend on the number of its threads.
+A symmetric product is cut into blocks of columns. Each block is multiplied down to the diagonal, and mirrored to the
+rows below. With blocks of width w this takes (1 + w/rows)/2 of the operations of the full product.
 
-A full product costs 2·rows²·n operations, with blocks of width w only (1 + w/rows)/2 of them. What makes it pay
-(measured): 2-D operands that are contiguous or the transpose of something contiguous (oneDNN copies every other
-layout), the large operand on the left (the right one is repacked on every call), and results in a contiguous
-scratch buffer: mirrored from `out` itself, whose rows are often a power of two apart, they miss the cache.
+Each call of torch has one thread, because its bits depend on its number of threads. Threads take one call after the
+other.
+
+Three things make the blocks faster than the full product (measured). Operands are 2-D, and contiguous or the transpose
+of a contiguous tensor: oneDNN copies every other layout. The large operand is on the left, because each call packs the
+right one again. Results go to contiguous scratch memory first: if they were mirrored from ``out``, whose rows are often
+a power of two apart, they would miss the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.product_table import Matmuls, Number, Operand, Terms
 from muonmesh.numerics.kernels.threads import keep, run_each
 
 BLOCK = 128
@@ -26,31 +30,31 @@ COLUMNS = 256
 """Columns of one call of a product that is not symmetric."""
 
 _KEPT = 32
-"""Squares whose panels a thread keeps: five of each size that the matrices of a model have."""
+"""The largest number of squares whose panels a thread keeps. An iteration has about five squares for each size."""
 
 
 class _Panel(NamedTuple):
-    """What is read from and written to a square matrix A for one column block, entries [:stop, start:stop]."""
+    """The views of a square matrix A that the block of columns from ``start`` to ``stop`` needs."""
 
     above: Tensor
     """A[:stop, start:stop]."""
     rows: Tensor
     """A[:stop]."""
     column: Tensor
-    """A[start:stop]ᵀ, the whole column block if A is symmetric."""
+    """A[start:stop]ᵀ. If A is symmetric, these are its columns from ``start`` to ``stop``, in full height."""
     left: Tensor
     """A[start:stop, :start]."""
 
 
 class _Block(NamedTuple):
-    """Memory for one column block, and views of it."""
+    """Memory of a thread for the results of one block, and views of it."""
 
     entries: Tensor
     """Shape (stop, width)."""
     transposed: Tensor
-    """The same memory, shape (width, stop)."""
+    """``entries`` transposed, in the same memory, shape (width, stop)."""
     mirror: Tensor
-    """Other memory of that shape: torch transposes fast only into contiguous memory."""
+    """Contiguous memory for the transposed entries, (width, stop): torch transposes fast only into such memory."""
     diagonal: Tensor
     """The last rows of `entries`, shape (width, width)."""
     mirrored_diagonal: Tensor
@@ -81,10 +85,10 @@ def _cut(a: Tensor) -> list[_Panel]:
 
 
 def _panels(a: Tensor) -> Sequence[_Panel]:
-    """Return the panels of a contiguous square, those that were made before where it is memory that was seen before.
+    """Return the panels of a contiguous square. They are made once for each buffer, and the thread keeps them.
 
-    What is kept keeps its memory alive, so no other can come to lie at its address. Squares are the iteration's
-    buffers, which the thread keeps anyway.
+    Panels hold the memory of their square, so no other tensor can get its address. This costs no memory, because the
+    squares are buffers of the iteration, which the thread keeps anyway (`scratch`).
     """
     kept: dict[object, Sequence[_Panel]] = keep("panels", dict)
     key = a.data_ptr(), len(a), a.stride(), a.dtype
@@ -110,14 +114,14 @@ def _multiply(
 ) -> Tensor:
     """Multiply as `Matmuls.multiply` says, block by block, each symmetric block once.
 
-    Every call counts: after a product the interpreter and torch's dispatch are out of the thread's cache, and calls
-    take two to three times as long as in a loop (measured). So what can be made once is kept, down to the views.
+    All views that can be made once are kept. After a product the interpreter and torch's dispatch are out of the
+    thread's cache, so each call takes two to three times as long as in a loop (measured).
     """
     if b is not None and not symmetric:
         ((c, factor),) = terms
         add_multiple(a[0], b[0], c[0], factor, scale, out[0], _by_columns)
         return out
-    # Numbers are multiplied in before rounding, and on a CPU reading them waits for nothing.
+    # The scale multiplies before the result is rounded. On a CPU `float` does not wait.
     alpha *= float(scale)
     of_a = _cut(a[0]) if b is None else _panels(a[0])
     of_b, added = of_a if b is None else _panels(b[0]), [(_panels(c[0]), float(factor)) for c, factor in terms]

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.table import Exact, Matmuls, Number, Operand, Small, Terms
+from muonmesh.numerics.kernels.product_table import Exact, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.threads import scratch, thread_count
 
 ORDER_OF_SUMS = {"compiled": 1, "amx": 2}

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import ALIGNMENT
 from muonmesh.numerics.kernels.multiple import add_multiple
-from muonmesh.numerics.kernels.table import Matmuls, Number, Operand, Terms
+from muonmesh.numerics.kernels.product_table import ALIGNMENT, Matmuls, Number, Operand, Terms
 from muonmesh.numerics.kernels.threads import scratch
 
 _ALIGNED = ALIGNMENT // torch.float32.itemsize

@@ -1,9 +1,8 @@
-"""The elementwise parts of a step, each in one launch for all pieces: zero gradients, gradient to direction, result to
-weight.
+"""Fused: the elementwise parts of a step on a device, each in one launch for all pieces.
 
-They are operators of torch, `muonmesh::mark_nonzero`, `fold` and `apply`, so dispatch modes and fake tensors see one
-launch each. The tensors of a column have one dtype. The formulas are those of Muon's rule, with the same results as its
-operations on each tensor.
+`mark_nonzero` finds gradients of zero, `fold` turns gradients into directions, and `apply` writes weights. They are
+operators of torch in ``muonmesh::``, so dispatch modes and fake tensors see one operator for each launch. All tensors
+of one argument have the same dtype. The results have the bits of Muon's rule (`numerics.rules.muon`) on each tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from muonmesh.numerics.kernels.triton_launch import operator
 
 
 def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], found: Tensor) -> None:
-    """Write 1 to the entry of each piece with an element that is not zero, or is NaN; leave the other entries.
+    """Write 1 to the entry of each piece that has an element other than zero; NaN is other than zero.
+
+    The entries of other pieces stay as they are.
 
     Args:
         pieces: The pieces, at least one; several may share an entry.
@@ -48,10 +49,12 @@ def fold(
         pieces: The pieces, at least one.
         gradients: The tensors that hold them; bf16, fp16 or fp32; read only.
         momenta: Likewise, in the same order; written, and computed as its dtype says.
-        buffers: Where directions are written, rounded once from the momentum's dtype. Empty: none are wanted.
-        active: 1-D bool on the device, one entry a piece or one that several pieces share.
+        buffers: The tensors that receive the directions, each rounded once from the dtype of the momentum. Empty: no
+            directions are written.
+        active: Whether each piece is active, 1-D bool on the device. A piece reads its entry (`Place.entry`); several
+            pieces may share an entry.
         momentum: μ.
-        nesterov: See above.
+        nesterov: Whether the direction looks ahead.
     """
     _fold(gradients, momenta, buffers, pieces.number, active, momentum, nesterov)
     torch.autograd.graph.increment_version(momenta)
@@ -72,12 +75,12 @@ def apply(
     Args:
         pieces: The pieces, at least one.
         weights: The tensors that hold them; bf16, fp16 or fp32; written, rounded once.
-        masters: Master weights, in the same order; they take their weight where this is not the rounded master, are
-            updated, and then rounded to the weight. Empty: there are none.
-        buffers: Where the updates u are, read only.
-        active: 1-D bool on the device, one entry a piece or one that several pieces share.
-        keep: What remains of a weight, 1 − lr·wd: 1-D fp32, likewise.
-        size: What an update is multiplied by before it is subtracted, learning rate times scale, likewise.
+        masters: Master weights, in the same order; written. An element whose weight is not the rounded master first
+            takes the weight. The master is then updated, and rounded to the weight. Empty: there are no masters.
+        buffers: The tensors that hold the updates u, read only.
+        active: Whether each piece is active, 1-D bool on the device, by `Place.entry` as in `fold`.
+        keep: The factor of the weights, 1 − lr·wd, 1-D fp32, with the same entries.
+        size: The factor of the updates, learning rate times scale, 1-D fp32, with the same entries.
     """
     _apply(weights, masters, buffers, pieces.number, active, keep, size)
     torch.autograd.graph.increment_version([*weights, *masters])

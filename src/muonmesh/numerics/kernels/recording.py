@@ -19,12 +19,13 @@ from muonmesh.numerics.kernels import triton_launch
 from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_of, watching
 
 _MOST = 1024
-"""Largest number of layouts of one function that are kept; further layouts are prepared anew in every step."""
+"""The largest number of layouts that are remembered for one function. Beyond it all of them are forgotten."""
 _REPEATED = {
     *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale"),
     *("copy_", "lerp", "mul"),
 }
-"""Operators that start the same for one layout, and touch no memory but that of their tensors."""
+"""The operators that a recording may hold. Given tensors of one layout, each starts the same kernels every time. It
+reads and writes only these tensors."""
 
 
 def run_again(
@@ -65,7 +66,13 @@ def run_again(
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: ``offset`` bytes from the start of a base. Base 0 is memory of the call's own."""
+    """The location of a tensor, relative to memory that may be elsewhere in the next step.
+
+    Attributes:
+        base: 0 for memory that the recorded call allocates itself, n for the n-th of the tensors that it was given.
+        offset: Bytes from the start of this memory.
+        shape, strides, dtype: Those of the tensor.
+    """
 
     base: int
     offset: int
@@ -79,14 +86,21 @@ class _Place(NamedTuple):
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what is started while it is on, and starts it again.
+    """The launches of one call on a device, which can be started again on other tensors of the same layout.
+
+    The calls, all of them in the thread that started the call, on each rank by itself:
+
+    1. ``with recording: call(...)`` runs the call, and records each operator and kernel that it starts.
+    2. `whole` says whether the recording can replace the call. If not, drop it.
+    3. ``alive.clear()`` frees the tensors of the recorded call.
+    4. `start` does the work of the call on new tensors, as often as you like.
 
     Args:
         given, beside: See `run_again`.
 
     Attributes:
-        whole: Whether all of it can be started again.
-        alive: What was used, so that no two tensors had the same memory; to be dropped when all is written down.
+        whole: Whether every operation of the call can be started again.
+        alive: All tensors that the call has used. While they live, no two of them can have the same address.
     """
 
     def __init__(self, given: Sequence[Tensor], beside: Sequence[Tensor]) -> None:
@@ -138,7 +152,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._moving += [(arguments, number, place.base + 1, place.offset) for number, place in places]
 
     def _placed(self, value: Any, *, writes: bool = False) -> Any:
-        """Return a `_Place` for a tensor. Memory of the call's own is written before anything reads it."""
+        """Return a `_Place` for a tensor, except for one of ``beside``; and any other value as it is.
+
+        The call must write memory that it allocates before it reads this memory: if it does not, `whole` becomes False.
+        """
         if not isinstance(value, Tensor):
             return value
         address, storage, kind = value.data_ptr(), value.untyped_storage(), (value.shape, value.stride(), value.dtype)
@@ -154,7 +171,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Place(0, self._own[storage.data_ptr()] + address - storage.data_ptr(), *kind)
 
     def start(self, given: Sequence[Tensor]) -> None:
-        """Start it on tensors of the layout that it was written down for."""
+        """Start what was recorded, on tensors of the same layout.
+
+        Args:
+            given: As many tensors as were given to the recorded call, in the same order.
+        """
         bases = torch.empty(self._size, dtype=torch.uint8, device=given[0].device), *given
         with on(self._device):
             last = [stream_of(self._device), *map(Tensor.data_ptr, bases)]

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.memory import pinned, rewrite
+from muonmesh.numerics.kernels.pinned_copies import pinned, rewrite
 from muonmesh.numerics.kernels.triton_launch import device_of, stream_of
 
 WIDTH = 17

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muonmesh.numerics.kernels.table import SMALL_ROWS
+from muonmesh.numerics.kernels.product_table import SMALL_ROWS
 from muonmesh.numerics.kernels.triton_launch import Launch
 
 _ROWS = tl.constexpr(SMALL_ROWS)

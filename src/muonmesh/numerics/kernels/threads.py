@@ -6,8 +6,9 @@ takes a core from the threads that have work. Whole matrices are independent of 
 one thread each here (`alone`). The caller claims tasks like the threads of a pool: a thread that does not get a core
 claims none, and nobody waits for it.
 
-Modes that the user has set for the model on the caller's thread do not count either (`plain_modes`). What a thread
-needs again in every step it keeps, such as `scratch` memory, which the system would have to give anew each time.
+The package also ignores modes that the user has set for the model on the caller's thread, such as autocast
+(`plain_modes`). Each thread keeps what it needs in every step (`keep`), such as `scratch` memory, since the system
+would take long to provide this memory anew.
 """
 
 from __future__ import annotations
@@ -46,21 +47,31 @@ def thread_count() -> int:
 
 
 @contextmanager
-def _torch_has(number: int | None) -> Iterator[None]:
-    """Have torch's operations on this thread run on so many threads, inside a block; None: on `thread_count`."""
-    count = thread_count()
-    number = number or count
-    if torch.get_num_threads() == number:
+def _threads(of_torch: int | None, *, count: int | None = None) -> Iterator[None]:
+    """Set how many threads an operation of torch on this thread has, and what `thread_count` returns, inside a block.
+
+    Args:
+        of_torch: The threads of an operation; None: `thread_count`.
+        count: What `thread_count` returns; None: what it returned before.
+    """
+    before, inside = getattr(_mine, "count", None), count or thread_count()
+    of_torch = of_torch or inside
+    if count is None and torch.get_num_threads() == of_torch:
         yield
-    else:
-        with _counted(count, torch_has=number):
-            yield
+        return
+    _mine.count = inside
+    restore = _limit(of_torch)
+    try:
+        yield
+    finally:
+        _mine.count = before
+        restore()
 
 
-alone = partial(_torch_has, 1)
+alone = partial(_threads, 1)
 """Have torch's operations on this thread run on this thread only, inside a block."""
 
-together = partial(_torch_has, None)
+together = partial(_threads, None)
 """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
 
 
@@ -92,25 +103,13 @@ def _kinds() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("cpu", "cuda", "cpu" if current is None else current.type)))
 
 
-@contextmanager
-def _counted(count: int, *, torch_has: int) -> Iterator[None]:
-    """Set what `thread_count` returns, and how many threads an operation of torch has, inside a block."""
-    before, _mine.count = getattr(_mine, "count", None), count
-    restore = _limit(torch_has)
-    try:
-        yield
-    finally:
-        _mine.count = before
-        restore()
-
-
 def run_all(
     tasks: Sequence[Callable[[], object]], *, device: torch.device, costs: Sequence[float] | None = None
 ) -> None:
     """Run independent tasks on as many threads as torch has, one thread each; the caller is one of them.
 
-    The bits of a task must not depend on the number of threads: elementwise operations, and `run_each`. On other
-    devices than the CPU the tasks are issued one after the other.
+    A task must give the same bits on any number of threads. Elementwise operations do, and so do products that
+    `run_each` shares out. If the device is not the CPU, the caller runs the tasks one after the other.
 
     Args:
         tasks: The longest first.
@@ -146,18 +145,18 @@ def run_each(task: Callable[[int], object], numbers: Iterable[int]) -> None:
 
 
 def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
-    """Return what a task gives whose bits depend on the number of threads that share one operation: on a CPU, on one.
+    """Run a task whose bits depend on the number of threads, on one thread on a CPU, and return its result.
 
     Args:
-        task: May be called on a thread of `run_all`, which is alone already.
-        device: What it computes on.
+        task: The task. You may call this function inside of a task of `run_all` too.
+        device: The device that the task computes on.
 
     Raises:
         Exception: what the task raised.
     """
     if device.type != "cpu":
         return task()
-    with _counted(1, torch_has=1):
+    with _threads(1, count=1):
         return task()
 
 
@@ -179,11 +178,11 @@ def _how_many_alone(costs: Sequence[float], threads: int) -> int:
 def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     """Run tasks on this thread and on others, ``threads`` in all, each of which claims one task after the other.
 
-    It returns when no task runs any more, since it would still write. What a thread has not claimed is not waited for:
-    the scheduler may have given it no core at all.
+    Returns when no task is running any more, because a running task may still write. It does not wait for a thread that
+    has claimed no task: the scheduler may have given this thread no core at all.
 
     Raises:
-        BaseException: the first error of a task, or Ctrl-C. Tasks that have not begun then do not.
+        BaseException: the first error of a task, or Ctrl-C. Then the tasks that have not begun do not run.
     """
     left, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
 
@@ -202,7 +201,7 @@ def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     with suppress(RuntimeError):  # no thread starts where the interpreter ends; the caller needs none
         for _ in range(min(threads, len(tasks)) - 1):
             helping.append(_helpers(threads).submit(work))
-    with _counted(1, torch_has=1), torch.no_grad():
+    with _threads(1, count=1), torch.no_grad():
         work()
     begun = [future for future in helping if not future.cancel()]
     profiled = begun and torch.autograd.profiler._is_profiler_enabled
@@ -328,7 +327,7 @@ def forget() -> None:
 
 
 def abandon_scratch() -> None:
-    """Have `scratch` take new memory in this thread: messages of an interrupted step may still arrive in the old."""
+    """Make `scratch` take new memory in this thread: messages of an interrupted step may still arrive in the old."""
     _mine.__dict__.pop("scratch", None)
 
 

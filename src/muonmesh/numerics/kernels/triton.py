@@ -13,8 +13,8 @@ import sys
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.rows import MEASURED
-from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import operator
 
@@ -47,20 +47,20 @@ def multiply(
     return out
 
 
-_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "lines.measuring")
+_measure = operator("measure(Tensor x, Tensor(a!) exponents, Tensor(b!) squares)", "norms.measuring")
 _norms = operator(
     "norms(Tensor exponents, Tensor squares, Tensor(a!) power, Tensor(b!) inverse, Tensor(c!) inverse_square)",
-    "lines.finding_norms",
+    "norms.finding_norms",
 )
-_rescale = operator("rescale(Tensor x, Tensor(a!) out, Tensor power)", "lines.rescaling")
+_rescale = operator("rescale(Tensor x, Tensor(a!) out, Tensor power)", "norms.rescaling")
 
 
 def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Do `Matmuls.normalize`.
 
     Args:
-        x: Shape (batch, rows, cols), contiguous, or of one matrix each row; bf16, fp16 or fp32.
-        out: Contiguous; it may lie where a contiguous x of as many bytes does.
+        x: Shape (batch, rows, cols), contiguous; bf16, fp16 or fp32.
+        out: Contiguous; it may lie where x does, if it has as many bytes.
     """
     batch = len(x)
     parts = -(-x[0].numel() // MEASURED)

@@ -46,7 +46,7 @@ class AdaMuonRule(MuonRule):
         return torch.where(direction.isfinite(), direction.sign(), torch.nan)
 
     def scale(self, rows: int, cols: int) -> float:
-        """Return Muon's scale times √min(rows, cols), the norm of an orthogonal matrix; `apply_with` divides by Ô's."""
+        """Return Muon's scale times √min(rows, cols), the norm of an orthogonal matrix; `apply` divides by Ô's."""
         return MuonRule.scale(self, rows, cols) * math.sqrt(min(rows, cols))
 
     def summands(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> tuple[Tensor, ...]:
@@ -54,8 +54,8 @@ class AdaMuonRule(MuonRule):
         _, paced = self._paced(update, state)
         return (paced.double().square(),)
 
-    def apply_with(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
+    def apply(
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...] = ()
     ) -> None:
         """Decay and update weights by Ô over its Frobenius norm, and keep v."""
         second, paced = self._paced(update, state)

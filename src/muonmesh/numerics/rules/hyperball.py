@@ -48,8 +48,8 @@ class HyperballRule(MuonRule):
         """Return whether the weights are all zero and so have no norm."""
         return sums[0] == 0
 
-    def apply_with(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
+    def apply(
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...] = ()
     ) -> None:
         """Step along the update, and scale the weights back to their initial norm."""
         ww, wu, uu = sums

@@ -129,7 +129,7 @@ def apply(
     """Decay and update weights in place, computed in fp32 or wider and rounded once.
 
     Args:
-        rule: The rule with `Rule.apply`, or `Rule.apply_with` if there are sums.
+        rule: The rule with `Rule.apply`.
         weights: Any shape, written: the master weights if there are any.
         update: Same shape, any real dtype, read only.
         state: The state of kind "weights", each tensor of the same shape, written.
@@ -151,10 +151,7 @@ def apply(
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
-        if sums:
-            rule.apply_with(fresh, wide, size, MappingProxyType({**kept, **(told or {})}), sums)
-        else:
-            rule.apply(fresh, wide, size, MappingProxyType(kept))
+        rule.apply(fresh, wide, size, MappingProxyType({**kept, **(told or {})}), sums)
         if squares is not None:
             squares.append(wide.double().square_().sum())
         if active is not None:

@@ -61,9 +61,9 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
 
     Raises:
         ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
-        TypeError: the class is no dataclass derived from `Rule` or `ElementwiseRule`, has only one of `Rule.summands`
-            and `Rule.apply_with`, has a method whose name is nearly that of a method of `Rule`, or is an
-            `ElementwiseRule` without `ElementwiseRule.update`.
+        TypeError: the class is no dataclass derived from `Rule` or `ElementwiseRule`, has `Rule.summands` without
+            `Rule.apply`, has a method whose name is nearly that of a method of `Rule`, or is an `ElementwiseRule`
+            without `ElementwiseRule.update`.
     """
     where = f"register_rule({algorithm!r})"
 
@@ -78,11 +78,12 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
                 "Write @dataclass(frozen=True) between @register_rule",
             )
             raise TypeError(explain_error(where, f"{rule!r}", needed, f"{write} and the class"))
-        if issubclass(rule, Rule) and rule.asks_for_sums() != (rule.apply_with is not Rule.apply_with):
-            there, other = ("summands", "apply_with") if rule.asks_for_sums() else ("apply_with", "summands")
-            needed = "both: what summands returns is added up and given to apply_with"
-            found = f"{there} of {rule.__name__} without {other}"
-            raise TypeError(explain_error(where, found, needed, f"Write {other} too"))
+        if issubclass(rule, Rule) and rule.overrides("summands") and not rule.overrides("apply"):
+            needed = "both: what summands returns is added up and given to apply"
+            found = f"summands of {rule.__name__} without apply"
+            raise TypeError(
+                explain_error(where, found, needed, "Write def apply(self, weights, update, size, state, sums)")
+            )
         own = (ElementwiseRule.update, ElementwiseRule.step)
         if issubclass(rule, ElementwiseRule) and (rule.update, rule.step) == own:
             write = "Write def update(self, gradient, state, count), which returns the step of each element"

@@ -136,8 +136,8 @@ class Rule(Hyperparameters):
     3. `summands` works element by element, on every rank that stores a part of the weights. It is called only if the
        rule needs sums over whole matrices. The sums are the same on all ranks.
     4. `keep` is called on the owner, if the rule needs sums.
-    5. `apply`, or `apply_with` if the rule needs sums, works element by element, on every rank that stores a part of
-       the weights. State of kind "matrix" reaches `apply_with` as it was before `keep`.
+    5. `apply` works element by element, on every rank that stores a part of the weights. State of kind "matrix" reaches
+       `apply` as it was before `keep`.
 
     To write a rule of your own, override some of these methods, declare its state with `keeps`, and call
     `register_rule`. Without any override, the rule is Muon without momentum.
@@ -241,26 +241,31 @@ class Rule(Hyperparameters):
         """
         return update
 
-    def apply(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> None:
+    def apply(
+        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...] = ()
+    ) -> None:
         """Decay and update weights in place: ``p ← p·(1 − lr·wd) − size·u``.
 
         Args:
             weights: Any shape, fp32 or wider, written; rounded once to the dtype of the parameter.
             update: The same shape and dtype. You may write to it. `Muon.metrics` reads its final content as the step.
             size: The learning rate times the scale of the whole matrix.
-            state: The state of kind "weights", of the same shape, in ``state_dtype``, written in place.
+            state: The state of kind "weights", of the same shape, in ``state_dtype``, written in place. With sums, also
+                the state of kind "matrix", 0-d fp64, read only, as it was before `keep`.
+            sums: The sum of each of the `summands` over the whole matrix, 0-d fp64; NaN if an element was not finite.
+                Empty if the rule needs no sums.
         """
         self.decay(weights, update)
         weights.sub_(update.mul_(size))
 
     def summands(self, weights: Tensor, update: Tensor, size: float | Tensor, state: State) -> tuple[Tensor, ...]:
-        """Return tensors whose sums over the whole matrix `apply_with` needs.
+        """Return tensors whose sums over the whole matrix `apply` needs.
 
-        Override this method and `apply_with` if a rule needs sums over a matrix. Each sum counts every element once,
+        Override this method and `apply` if a rule needs sums over a matrix. Each sum counts every element once,
         however many ranks hold it. A sum has the same bits under every sharding.
 
         This method is called more than once in a step and must not write anything. If a summand depends on updated
-        state, such as a second moment, compute the new value here without storing it, and again in `apply_with`.
+        state, such as a second moment, compute the new value here without storing it, and again in `apply`.
 
         Args:
             weights: Any shape, fp32 or wider, before the step, read only.
@@ -274,33 +279,19 @@ class Rule(Hyperparameters):
         """
         return ()
 
-    def apply_with(
-        self, weights: Tensor, update: Tensor, size: float | Tensor, state: State, sums: tuple[Tensor, ...]
-    ) -> None:
-        """Decay and update weights in place; called instead of `apply` if the rule overrides `summands`.
-
-        Args:
-            weights: As in `apply`.
-            update: As in `apply`.
-            size: As in `apply`.
-            state: As in `apply`, and the state of kind "matrix", 0-d fp64, read only, as it was before `keep`.
-            sums: The sum of each of the `summands` over the whole matrix, 0-d fp64; NaN if an element was not finite.
-        """
-        self.apply(weights, update, size, state)
-
     def keep(self, state: State, sums: tuple[Tensor, ...]) -> None:
         """Update the state of kind "matrix" from the sums over a matrix.
 
         Args:
             state: The state of kind "matrix", 0-d each, fp32 or wider, written in place.
-            sums: As in `apply_with`.
+            sums: As in `apply`.
         """
 
     def unsuited(self, sums: tuple[Tensor, ...]) -> Tensor | None:
         """Return whether the rule does not suit a matrix; the optimizer then warns once, by `unsuited_warning`.
 
         Args:
-            sums: As in `apply_with`.
+            sums: As in `apply`.
 
         Returns:
             A 0-d bool tensor; None if the rule suits every matrix.
@@ -313,7 +304,7 @@ class Rule(Hyperparameters):
         Raises:
             TypeError: a summand is no tensor of the shape of the weights.
         """
-        if not type(self).asks_for_sums():
+        if not self.overrides("summands"):
             return 0
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
@@ -326,19 +317,9 @@ class Rule(Hyperparameters):
         return len(found)
 
     @classmethod
-    def asks_for_sums(cls) -> bool:
-        """Return whether the rule needs sums over whole matrices (`summands`) before the weights are written."""
-        return cls.summands is not Rule.summands
-
-    @classmethod
-    def changes_matrices(cls) -> bool:
-        """Return whether the rule does more with whole matrices than orthogonalize them, or does not orthogonalize."""
-        return cls.whole is not Rule.whole or cls.balances() or not cls.orthogonalizes
-
-    @classmethod
-    def balances(cls) -> bool:
-        """Return whether the rule changes whole matrices before they are orthogonalized (`balance`)."""
-        return cls.balance is not Rule.balance
+    def overrides(cls, *methods: str) -> bool:
+        """Return whether the rule has its own version of one of these methods of `Rule`, so that a step calls it."""
+        return any(getattr(cls, method) is not getattr(Rule, method) for method in methods)
 
     def flops(self, rows: int, cols: int) -> int:
         """Return the floating-point operations of `balance` and `whole` for a matrix of rows × cols, 0 if they are few.
@@ -354,10 +335,10 @@ class Rule(Hyperparameters):
     def step_size(self, rows: int, cols: int) -> StepSize:
         """Return RMS and spectral norm of a step of a whole matrix, rows × cols; NaN if they are not known.
 
-        Override this method in a rule of your own that has its own `whole`, `scale`, `apply` or `apply_with`, or does
-        not orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out.
+        Override this method in a rule of your own that has its own `whole`, `scale` or `apply`, or does not
+        orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out.
         """
-        sized = {"whole", "scale", "apply", "apply_with"}
+        sized = {"whole", "scale", "apply"}
         own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("muonmesh."))
         if not self.orthogonalizes or any(sized & vars(kind).keys() for kind in own):
             return StepSize(math.nan, math.nan)

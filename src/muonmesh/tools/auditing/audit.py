@@ -25,7 +25,7 @@ from muonmesh.layout import Layout
 from muonmesh.names import canonical_name, names_matching, patterns, starred
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.table import aligned
-from muonmesh.tools.auditing.judge import AS_STORED, Seen, Verdict, judge
+from muonmesh.tools.auditing.judge import AS_STORED, Judgement, Verdict, judge
 from muonmesh.tools.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all
 
 
@@ -101,7 +101,7 @@ class Audit:
         cells = {name: (row.shape, row.verdict, row.matrices, row.mend) for name, row in of.items()}
         table: list[tuple[str, ...]] = [("weight", "shape", "what happens to it", "like", "size")]
         for name, (shape, verdict, matrices, mend) in patterns(cells, cells).items():
-            rows = [of[each] for each in names_matching(name, cells)]
+            rows = [of[weight] for weight in names_matching(name, cells)]
             note = f" [{[*mends].index(mend) + 1}]" if mend else ""
             count = f"{len(rows)}x " if len(rows) > 1 else ""
             many = f", {matrices} matrices" if matrices > 1 else ""
@@ -116,18 +116,19 @@ class Audit:
         elif any(row.verdict == "orthogonalized" for row in self.rows):
             lines.append("The sizes of the steps fit no scale mode that muonmesh knows.")
         if not _usual(self.fit):
-            told = "If you set no such factor, something scales the update after orthogonalization."
-            lines.append(textwrap.fill(told, 80))
+            line = "If you set no such factor, something scales the update after orthogonalization."
+            lines.append(textwrap.fill(line, 80))
         if self.rows and math.isnan(self.rows[0].gradient):
             lines.append("No gradients were there. To see whether they arrive, call backward first.")
         for number, (mend, times) in enumerate(mends.items(), 1):
-            told = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
-            lines.append(textwrap.fill(told, 80, subsequent_indent="    ", break_on_hyphens=False))
+            line = f"[{number}] {times} of {len(self.rows)} weights: {mend}."
+            lines.append(textwrap.fill(line, 80, subsequent_indent="    ", break_on_hyphens=False))
         if self.guesses:
             names = [*dict.fromkeys(map(starred, self.guesses))]
-            told = f"Judged by a guess: {escaped(', '.join(names[:3]))}{' and others' * (len(names) > 3)}. Write "
-            told += "groups=muonmesh.split_params(model, example=(inputs,)), and a forward shows what they are."
-            lines.append(textwrap.fill(told, 80, break_on_hyphens=False))
+            line = f"Judged by a guess: {escaped(', '.join(names[:3]))}{' and others' * (len(names) > 3)}. Write "
+            line += "muonmesh.audit(optimizer, model, groups=muonmesh.split_params(model, example=(inputs,))) after "
+            line += "backward, and a forward shows what they are."
+            lines.append(textwrap.fill(line, 80, break_on_hyphens=False))
         if unknown := sum(row.verdict == "unknown" for row in self.rows):
             lines.append(f"The audit does not know the steps of {unknown} of {len(self.rows)} weights.")
         lines += [f"Nothing to mend{' if the guesses are right' * bool(self.guesses)}."] if self.ok else []
@@ -181,7 +182,7 @@ def audit(
 
 
 @dataclass(frozen=True)
-class _Known:
+class _WeightFacts:
     """What the ranks exchange about a weight: shape (None if ranks have different shapes), layout, the number of
     optimizers that hold it (``holders``), whether Muon should step it, and its matrices (``spec``).
     """
@@ -209,9 +210,9 @@ class _Watch:
         self.optimizers = optimizers
         self.weights: dict[str, Tensor] = {}
         self.storages: dict[str, Storage] = {}
-        self.known: dict[str, _Known] = {}
-        for given, parameter in model.named_parameters():
-            name = canonical_name(given)
+        self.facts: dict[str, _WeightFacts] = {}
+        for full_name, parameter in model.named_parameters():
+            name = canonical_name(full_name)
             if parameter.is_meta:
                 write = "Write model.to_empty(device=...) and load weights first"
                 raise LayoutError(explain_error(name, "a weight on the meta device", "one with numbers", write))
@@ -226,18 +227,21 @@ class _Watch:
             muon = group["algorithm"] != "adamw"
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
             right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
-        held = [{id(one) for group in each.param_groups for one in group["params"]} for each in self.optimizers]
+        ids_by_optimizer = [
+            {id(stepped) for group in optimizer.param_groups for stepped in group["params"]}
+            for optimizer in self.optimizers
+        ]
         for name, storage in self.storages.items():
-            holders = sum(id(self.weights[name]) in ids for ids in held)
-            self.known[name] = _Known(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
+            holders = sum(id(self.weights[name]) in ids for ids in ids_by_optimizer)
+            self.facts[name] = _WeightFacts(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
 
     def report(self) -> Audit:
         """Step, and return the report. All ranks call it."""
-        known: dict[str, _Known] = {}
-        for theirs in gather_objects(self.known):
-            for name, one in theirs.items():
-                same = name not in known or known[name].shape == one.shape
-                known[name] = known.get(name, one) if same else replace(one, shape=None)
+        facts: dict[str, _WeightFacts] = {}
+        for facts_of_rank in gather_objects(self.facts):
+            for name, weight in facts_of_rank.items():
+                same = name not in facts or facts[name].shape == weight.shape
+                facts[name] = facts.get(name, weight) if same else replace(weight, shape=None)
         norms = self._norms()
         raised, steps = self._step(dict.fromkeys(self.weights, 1.0))
         strengths: dict[str, float] = {}
@@ -246,20 +250,21 @@ class _Watch:
             dots = _summed({name: float((weaker[name] * step).sum()) for name, step in steps.items()})
             squares = _summed({name: float(step.square().sum()) for name, step in steps.items()})
             strengths = {name: dots[name] / square for name, square in squares.items() if square}
-        seen = {
-            name: Seen("raises") if raised else self._seen(name, one, steps.get(name)) for name, one in known.items()
+        judgements = {
+            name: Judgement("raises") if raised else self._judged(name, weight, steps.get(name))
+            for name, weight in facts.items()
         }
-        scale, fit = best_scale(list(seen.values()))
+        scale, fit = best_scale(list(judgements.values()))
         rows = []
-        for name, one in known.items():
-            what, shape = seen[name], one.shape or ()
-            size = what.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
+        for name, weight in facts.items():
+            judgement, shape = judgements[name], weight.shape or ()
+            size = judgement.sizes.get(scale.removesuffix(AS_STORED), math.nan) / fit
             gradient, strength = norms.get(name, 0.0) if norms else math.nan, strengths.get(name, math.nan)
-            mend = mend_of(what.verdict, one.muon, gradient, strength, size)
-            told = "" if one.layout is None or world_size() == 1 else one.layout.describe()
-            numbers = what.matrices, what.like, size, what.rms, gradient, strength
-            rows.append(AuditRow(name, shape, told, what.verdict, *numbers, mend))
-        names = " and ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in self.optimizers)
+            mend = mend_of(judgement.verdict, weight.muon, gradient, strength, size)
+            layout = "" if weight.layout is None or world_size() == 1 else weight.layout.describe()
+            numbers = judgement.matrices, judgement.like, size, judgement.rms, gradient, strength
+            rows.append(AuditRow(name, shape, layout, judgement.verdict, *numbers, mend))
+        names = " and ".join(f"{type(weight).__module__}.{type(weight).__qualname__}" for weight in self.optimizers)
         return Audit(names, world_size(), scale, fit, raised, tuple(rows), self.guesses)
 
     def _norms(self) -> dict[str, float]:
@@ -284,51 +289,59 @@ class _Watch:
                 else:
                     parameter.grad = None
             raised = step_all(self.optimizers)
-            after = {name: local_of(one).detach().float() for name, one in self.weights.items()}
-            return raised, {name: each - before[name].float() for name, each in after.items()}
+            after = {name: local_of(weight).detach().float() for name, weight in self.weights.items()}
+            return raised, {name: stepped - before[name].float() for name, stepped in after.items()}
 
-    def _seen(self, name: str, known: _Known, step: Tensor | None) -> Seen:
+    def _judged(self, name: str, facts: _WeightFacts, step: Tensor | None) -> Judgement:
         """Return what the step did to one weight. All ranks call it, also ranks without this weight."""
-        if known.shape is None:
-            return Seen("unreadable")
-        parameter, storage, shape = self.weights.get(name), self.storages.get(name), known.shape
+        if facts.shape is None:
+            return Judgement("unreadable")
+        parameter, storage, shape = self.weights.get(name), self.storages.get(name), facts.shape
         device = device_without_parameters() if parameter is None else parameter.device
         most, least = gathered(step, storage, shape, device)
         weight, _ = gathered(None if parameter is None else local_of(parameter).detach(), storage, shape, device)
         if bool((weight == -torch.inf).any()):
-            return Seen("unreadable")
+            return Judgement("unreadable")
         if bool(most.isfinite().all()) and not torch.equal(most, least):
-            return Seen("replicas differ", rms=float((most - least).square().mean().sqrt()))
-        found = judge(most, probing_gradient(name, shape, device), weight, known.layout, known.spec)
-        if known.holders == 0 and found.verdict == "does not move":
-            return replace(found, verdict="not in the optimizer")
-        return replace(found, verdict="twice") if known.holders > 1 and found.verdict != "does not move" else found
+            return Judgement("replicas differ", rms=float((most - least).square().mean().sqrt()))
+        judgement = judge(most, probing_gradient(name, shape, device), weight, facts.layout, facts.spec)
+        if facts.holders == 0 and judgement.verdict == "does not move":
+            return replace(judgement, verdict="not in the optimizer")
+        return (
+            replace(judgement, verdict="twice")
+            if facts.holders > 1 and judgement.verdict != "does not move"
+            else judgement
+        )
 
 
-def _summed(mine: Mapping[str, float]) -> dict[str, float]:
+def _summed(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of numbers over all ranks, by name. All ranks call it."""
-    everyone = gather_objects(mine)
-    return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for theirs in everyone for name in theirs}
+    everyone = gather_objects(numbers)
+    return {
+        name: sum(rank_numbers.get(name, 0.0) for rank_numbers in everyone)
+        for rank_numbers in everyone
+        for name in rank_numbers
+    }
 
 
-def best_scale(seen: Sequence[Seen]) -> tuple[str, float]:
+def best_scale(judgements: Sequence[Judgement]) -> tuple[str, float]:
     """Return the scale mode that fits the steps best, and the median of the steps' sizes divided by its sizes.
 
     Return "" and 1.0 if no mode fits.
     """
-    sizes = [each.sizes for each in seen if each.sizes]
+    sizes = [entry.sizes for entry in judgements if entry.sizes]
     if not sizes:
         return "", 1.0
 
     def misfit(mode: str) -> float:
         """Return how unequal the ratios are, plus, with less weight, how far they are from 1."""
-        logs = [math.log(max(each[mode], 1e-30)) for each in sizes]
+        logs = [math.log(max(entry[mode], 1e-30)) for entry in sizes]
         middle = statistics.median(logs)
-        return statistics.fmean(abs(each - middle) for each in logs) + 0.3 * abs(middle)
+        return statistics.fmean(abs(entry - middle) for entry in logs) + 0.3 * abs(middle)
 
     best = min(sizes[0], key=misfit)
-    fit = statistics.median(each[best] for each in sizes)
-    alike = fit > 0 and all(0.6 < each[best] / fit < 1.6 for each in sizes)
+    fit = statistics.median(entry[best] for entry in sizes)
+    alike = fit > 0 and all(0.6 < entry[best] / fit < 1.6 for entry in sizes)
     return (best, fit) if alike or _usual(fit) else ("", 1.0)
 
 

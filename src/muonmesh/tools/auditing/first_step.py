@@ -71,7 +71,7 @@ CALL = "Write print(muonmesh.audit(optimizer, model)) in the script, after backw
 def _model_of(optimizer: Optimizer) -> nn.Module:
     """Return the outermost module that holds most of an optimizer's parameters."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    modules: list[nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules: list[nn.Module] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     outer = [module for module in modules if id(module) not in inner]
     counts = [sum(id(parameter) in ids for parameter in module.parameters()) for module in outer]
@@ -91,7 +91,7 @@ def _optimizers_of(model: nn.Module, first: Optimizer) -> list[Optimizer]:
         if issubclass(type(other), Optimizer) and any(
             id(parameter) in ids for group in other.param_groups for parameter in group["params"]
         ):
-            inside = {id(each) for each in nested(chosen)}
-            if not any(id(each) in inside for each in nested([other])):
+            inside = {id(inner) for inner in nested(chosen)}
+            if not any(id(inner) in inside for inner in nested([other])):
                 chosen.append(other)
     return chosen

@@ -52,7 +52,7 @@ BALANCES: tuple[Change, ...] = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class Judgement:
     """What a step did to one weight.
 
     Attributes:
@@ -79,26 +79,30 @@ def polar(matrix: Tensor) -> tuple[Tensor, Tensor]:
     basis, _ = torch.linalg.qr(tall @ mixing.to(tall))
     if float((tall - basis @ (basis.mT @ tall)).norm()) > 1e-3 * float(tall.norm()):  # its rank is larger
         basis = torch.eye(len(tall), dtype=tall.dtype, device=tall.device)
-    left, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
-    kept = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
-    return (basis @ left[:, :kept]).to(matrix), right[:kept].to(matrix)
+    left_vectors, values, right = torch.linalg.svd(basis.mT @ tall, full_matrices=False)
+    count = int((values > 1e-6 * values[0]).sum()) if float(values[0]) else 0
+    return (basis @ left_vectors[:, :count]).to(matrix), right[:count].to(matrix)
 
 
-def of_matrices(matrices: Sequence[Matrix], both: Tensor, change: Change) -> Tensor:
+def of_matrices(matrices: Sequence[Matrix], stacked: Tensor, change: Change) -> Tensor:
     """Return the polar factors of a gradient's matrices, and a step without what it does in their null spaces.
 
-    In the null space of a matrix its polar factor is not defined, and an SVD returns arbitrary vectors there. ``both``
-    stacks the gradient and the step; ``change`` is what a rule does to a matrix before it orthogonalizes it.
+    In the null space of a matrix its polar factor is not defined, and an SVD returns arbitrary vectors there.
+
+    Args:
+        matrices: The matrices of the weight.
+        stacked: The gradient and the step, (2, *shape).
+        change: What a rule does to a matrix before it orthogonalizes it.
     """
-    result = torch.empty_like(both)
+    result = torch.empty_like(stacked)
     for matrix in matrices:
-        assembled = both.new_empty((2, *matrix.shape))
-        _copy(both, assembled, matrix.blocks, back=False)
+        assembled = stacked.new_empty((2, *matrix.shape))
+        _copy(stacked, assembled, matrix.blocks, back=False)
         gradient, step = assembled
-        left, right = polar(change(gradient))
-        outside = step - left @ (left.mT @ step)
-        found = torch.stack([left @ right, step - outside + (outside @ right.mT) @ right])
-        _copy(result, found, matrix.blocks, back=True)
+        left_factor, right = polar(change(gradient))
+        outside = step - left_factor @ (left_factor.mT @ step)
+        projected = torch.stack([left_factor @ right, step - outside + (outside @ right.mT) @ right])
+        _copy(result, projected, matrix.blocks, back=True)
     return result
 
 
@@ -107,16 +111,16 @@ def of_a_shard(shape: Sequence[int]) -> MatrixSpec:
     return "whole" if len(shape) == 2 else "stack"
 
 
-def of_shards(layout: Layout, both: Tensor, change: Change) -> Tensor:
+def of_shards(layout: Layout, stacked: Tensor, change: Change) -> Tensor:
     """Return what `of_matrices` returns if each rank's shard is orthogonalized alone."""
-    result = torch.zeros_like(both)
+    result = torch.zeros_like(stacked)
     for rank in layout.replica(layout.ranks[0]):
         shape = layout.local_shape(rank)
         if math.prod(shape):
-            local = both.new_empty((2, *shape))
-            _copy(both, local, layout.blocks(rank), back=False)
-            found = of_matrices(split_matrices("", shape, of_a_shard(shape)), local, change)
-            _copy(result, found, layout.blocks(rank), back=True)
+            local = stacked.new_empty((2, *shape))
+            _copy(stacked, local, layout.blocks(rank), back=False)
+            shard_result = of_matrices(split_matrices("", shape, of_a_shard(shape)), local, change)
+            _copy(result, shard_result, layout.blocks(rank), back=True)
     return result
 
 
@@ -130,20 +134,22 @@ def _copy(whole: Tensor, memory: Tensor, blocks: Sequence[Block], *, back: bool)
 
 
 Transform = Callable[[Tensor, Change], Tensor]
-Way = tuple[Verdict, Sequence[Matrix], Transform]
+Candidate = tuple[Verdict, Sequence[Matrix], Transform]
 """A possible orthogonalization: verdict, matrices, and what returns the same as `of_matrices`."""
 
 
-def ways_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpec) -> list[Way]:
+def candidates_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpec) -> list[Candidate]:
     """Return possible orthogonalizations, the right one first; none for what is no matrix."""
     if len(shape) < 2 or 1 in (shape[0], math.prod(shape[1:])):
         return []
     spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
-    ways: list[Way] = [("orthogonalized", right, partial(of_matrices, right))]
+    candidates: list[Candidate] = [("orthogonalized", right, partial(of_matrices, right))]
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
-        ways.append(("each shard alone", split_matrices("", shape, of_a_shard(shape)), partial(of_shards, layout)))
-    known = {tuple(matrix.blocks for matrix in right)}
+        candidates.append(
+            ("each shard alone", split_matrices("", shape, of_a_shard(shape)), partial(of_shards, layout))
+        )
+    listed = {tuple(matrix.blocks for matrix in right)}
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
     others += [("in blocks", "stack")] if len(shape) > 2 else []
     counts = [2, 3, 4, 6, 8, 12, 16, 24, 32, 64] if len(shape) == 2 else []
@@ -152,13 +158,13 @@ def ways_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpec) -> 
     for verdict, other in others:
         matrices = split_matrices("", shape, other)
         blocks = tuple(matrix.blocks for matrix in matrices)
-        if blocks not in known and min(matrices[0].shape) > 1:
-            known.add(blocks)
-            ways.append((verdict, matrices, partial(of_matrices, matrices)))
-    return ways
+        if blocks not in listed and min(matrices[0].shape) > 1:
+            listed.add(blocks)
+            candidates.append((verdict, matrices, partial(of_matrices, matrices)))
+    return candidates
 
 
-def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Seen:
+def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Judgement:
     """Return what a step did to a weight, with new state and a learning rate of 1.
 
     Args:
@@ -169,67 +175,71 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
         spec: How the weight splits into matrices, from `muonmesh.split_params`; None if it gives no split.
     """
     if not bool(step.isfinite().all()):
-        return Seen("not finite")
+        return Judgement("not finite")
     size = float(step.norm())
     if not size:
-        return Seen("does not move", rms=0.0)
+        return Judgement("does not move", rms=0.0)
 
-    def without_decay(what: Tensor) -> Tensor:
+    def without_decay(direction: Tensor) -> Tensor:
         squared = float(weight.square().sum())
-        return what - weight * (float((what * weight).sum()) / squared) if squared and weight.numel() >= 8 else what
+        return (
+            direction - weight * (float((direction * weight).sum()) / squared)
+            if squared and weight.numel() >= 8
+            else direction
+        )
 
     down = without_decay(-step)
     rms = float(down.square().mean().sqrt())
     if float(down.norm()) < 1e-3 * size:
-        return Seen("only decays", rms=rms)
+        return Judgement("only decays", rms=rms)
 
     def cosine(other: Tensor, down: Tensor = down) -> float:
         other = without_decay(other)
         return float((down * other).sum() / (down.norm() * other.norm()).clamp(min=1e-30))
 
     signs = gradient.sign()
-    found = [
-        (cosine(signs), Seen("elementwise", rms=rms)),
-        (cosine(gradient), Seen("follows the gradient", rms=rms)),
+    comparisons = [
+        (cosine(signs), Judgement("elementwise", rms=rms)),
+        (cosine(gradient), Judgement("follows the gradient", rms=rms)),
     ]
-    filled: list[tuple[float, Seen]] = []  # the same, where the polar factors are defined
+    filled: list[tuple[float, Judgement]] = []  # the same, where the polar factors are defined
 
-    def compare(verdict: Verdict, matrices: Sequence[Matrix], way: Transform, change: Change) -> Tensor:
-        factors, defined = way(torch.stack([gradient, down]), change).unbind()
+    def compare(verdict: Verdict, matrices: Sequence[Matrix], transform: Transform, change: Change) -> Tensor:
+        factors, defined = transform(torch.stack([gradient, down]), change).unbind()
         sizes = _sizes(down, factors, matrices)
-        filled.append((cosine(factors, defined), Seen(verdict, len(matrices), 0.0, sizes, rms)))
+        filled.append((cosine(factors, defined), Judgement(verdict, len(matrices), 0.0, sizes, rms)))
         return factors
 
     right: Tensor | None = None
-    ways = ways_of(tuple(gradient.shape), layout, spec)
-    tried: list[tuple[Way, Change]] = [(way, torch.clone) for way in ways]
-    if ways and max(matrix.shape[0] for matrix in ways[0][1]) <= FEW_ROWS:
-        tried.insert(1, (ways[0], torch.sign))  # AdaMuon takes signs first, which have full rank
-    for way, change in tried:
-        if max(like for like, _ in found) >= SURE:
+    candidates = candidates_of(tuple(gradient.shape), layout, spec)
+    tried: list[tuple[Candidate, Change]] = [(candidate, torch.clone) for candidate in candidates]
+    if candidates and max(matrix.shape[0] for matrix in candidates[0][1]) <= FEW_ROWS:
+        tried.insert(1, (candidates[0], torch.sign))  # AdaMuon takes signs first, which have full rank
+    for candidate, change in tried:
+        if max(like for like, _ in comparisons) >= SURE:
             break
-        factors = compare(*way, change)
+        factors = compare(*candidate, change)
         right = factors if right is None else right
         # NorMuon and other rules normalize the rows or the elements of the result. These candidates get 0.01 less, so
         # that the plain factors win a tie.
         forms = factors, normalize(factors, dim=-1), normalize(factors, dim=-2), factors.sign()
         for number, normalized in enumerate(forms):
-            seen = replace(filled[-1][1], sizes={}) if number else filled[-1][1]
-            found.append((cosine(normalized) - 0.01 * bool(number), seen))
-    like, best = max(found, key=lambda pair: pair[0])
+            judgement = replace(filled[-1][1], sizes={}) if number else filled[-1][1]
+            comparisons.append((cosine(normalized) - 0.01 * bool(number), judgement))
+    like, best = max(comparisons, key=lambda pair: pair[0])
     if like < ALIKE and right is not None:
-        both = torch.stack([without_decay(each).flatten() for each in (right, signs)], 1).double()
-        shares = torch.linalg.lstsq(both, down.flatten().double()[:, None]).solution
-        explained = float((both @ shares).norm() / down.norm())
+        directions = torch.stack([without_decay(vector).flatten() for vector in (right, signs)], 1).double()
+        shares = torch.linalg.lstsq(directions, down.flatten().double()[:, None]).solution
+        explained = float((directions @ shares).norm() / down.norm())
         if explained > 0.95:
-            return Seen("twice", best.matrices, explained, {}, rms)
-        for way in ways:
-            for change in BALANCES if way[0] != "in blocks" else ():
-                compare(*way, change)
-        like, best = max(found + filled, key=lambda pair: pair[0])
+            return Judgement("twice", best.matrices, explained, {}, rms)
+        for candidate in candidates:
+            for change in BALANCES if candidate[0] != "in blocks" else ():
+                compare(*candidate, change)
+        like, best = max(comparisons + filled, key=lambda pair: pair[0])
     if like < ALIKE:
-        return Seen("unknown", 0, like, {}, rms)
-    return Seen(best.verdict, best.matrices, like, best.sizes, rms)
+        return Judgement("unknown", 0, like, {}, rms)
+    return Judgement(best.verdict, best.matrices, like, best.sizes, rms)
 
 
 def _sizes(down: Tensor, factors: Tensor, matrices: Sequence[Matrix]) -> dict[str, float]:

@@ -43,8 +43,10 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
     else:
         *batch, rows, cols = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
         rank = max(1, min(RANK, rows // 2, cols // 2))
-        left, right = (drawn((*batch, size, rank)) * torch.exp(1.5 * drawn((*batch, size, 1))) for size in (rows, cols))
-        gradient = (left.to(device) @ right.to(device).mT).reshape(tuple(shape))
+        left_factor, right = (
+            drawn((*batch, size, rank)) * torch.exp(1.5 * drawn((*batch, size, 1))) for size in (rows, cols)
+        )
+        gradient = (left_factor.to(device) @ right.to(device).mT).reshape(tuple(shape))
     unit: Tensor = (gradient / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)).to(device)
     return unit
 
@@ -64,28 +66,30 @@ def gathered(local: Tensor | None, storage: Storage | None, shape: Sequence[int]
     Elements that no rank holds are -inf in the first, inf in the second.
     """
     signs = torch.tensor([1.0, -1.0], dtype=torch.float32, device=device).view(2, *(1 for _ in shape))
-    found = torch.full((2, *shape), -torch.inf, dtype=torch.float32, device=device)
+    bounds = torch.full((2, *shape), -torch.inf, dtype=torch.float32, device=device)
     if local is not None and storage is not None:
         for offset, box in boxes_of(local.contiguous(), storage.layout, storage.shape).items():
-            place = (slice(low, low + size) for low, size in zip(offset, box.shape, strict=True))
-            found[:, *place] = signs * box.float()
+            indices = (slice(low, low + size) for low, size in zip(offset, box.shape, strict=True))
+            bounds[:, *indices] = signs * box.float()
     if world_size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return signs * found
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    return signs * bounds
 
 
 def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
     """Return optimizers, and the optimizers inside them (wrappers and chains), each once."""
-    found: list[Optimizer] = []
+    flattened: list[Optimizer] = []
     waiting = list(optimizers)
     while waiting:
-        one = waiting.pop(0)
-        if isinstance(one, list | tuple):
-            waiting += [inner for inner in one if isinstance(inner, Optimizer)]
-        elif hasattr(one, "param_groups") and all(one is not other for other in found):
-            found.append(one)
-            waiting += [held for held in vars(one).values() if isinstance(held, Optimizer | list | tuple)]
-    return found
+        optimizer = waiting.pop(0)
+        if isinstance(optimizer, list | tuple):
+            waiting += [inner for inner in optimizer if isinstance(inner, Optimizer)]
+        elif hasattr(optimizer, "param_groups") and all(optimizer is not other for other in flattened):
+            flattened.append(optimizer)
+            waiting += [
+                attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer | list | tuple)
+            ]
+    return flattened
 
 
 @contextlib.contextmanager
@@ -95,13 +99,15 @@ def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Ite
     It restores, bit for bit: weights, gradients, state, groups, other attributes of the optimizers, and random numbers.
     Only weights are copied. The context yields copies of this rank's local weights, by name.
     """
-    weights = {name: local_of(one).detach().clone() for name, one in parameters.items()}
-    gradients = {name: one.grad for name, one in parameters.items()}
-    found = nested(optimizers)
-    states: list[Any] = [one.state for one in found if "state" in vars(one)]
-    groups = [group for one in found for group in one.param_groups]
-    kept = [(each, dict(each)) for each in (*map(vars, found), *states, *groups)]
-    devices = {one.device for one in parameters.values() if one.device.type == "cuda"}
+    weights = {name: local_of(parameter).detach().clone() for name, parameter in parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    every_optimizer = nested(optimizers)
+    states: list[Any] = [optimizer.state for optimizer in every_optimizer if "state" in vars(optimizer)]
+    groups = [group for optimizer in every_optimizer for group in optimizer.param_groups]
+    saved_attributes = [
+        (attributes, dict(attributes)) for attributes in (*map(vars, every_optimizer), *states, *groups)
+    ]
+    devices = {parameter.device for parameter in parameters.values() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         try:
             for state in states:
@@ -112,9 +118,9 @@ def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Ite
                     group["lr"] = torch.ones_like(lr) if isinstance(lr, Tensor) else 1.0
             yield weights
         finally:
-            for each, before in kept:
-                each.clear()
-                each.update(before)
+            for attributes, before in saved_attributes:
+                attributes.clear()
+                attributes.update(before)
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     local_of(parameter).detach().copy_(weights[name])
@@ -128,12 +134,12 @@ def step_all(optimizers: Iterable[Any]) -> str:
     """
     raised = ""
     try:
-        for one in optimizers:
-            closure = inspect.signature(one.step).parameters.get("closure")
+        for optimizer in optimizers:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
-                one.step(lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
+                optimizer.step(lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
             else:
-                one.step()
+                optimizer.step()
     except Exception as error:  # training would raise the same error
         raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return next((each for each in gather_objects(raised) if each), "")
+    return next((message for message in gather_objects(raised) if message), "")

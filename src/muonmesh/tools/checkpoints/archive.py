@@ -47,8 +47,8 @@ def read_archive(path: str | os.PathLike[str], *, needed: str = NEEDED, remedy: 
             content = None if fault else torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # its message has several lines, and advises to run the code
         first = re.search(r"GLOBAL ([\w.]+)", str(error))
-        found = f"more than data ({first[1] if first else 'operations that data do not need'})"
-        raise MoreThanData(explain_error(str(file), found, needed, remedy)) from error
+        problem = f"more than data ({first[1] if first else 'operations that data do not need'})"
+        raise MoreThanData(explain_error(str(file), problem, needed, remedy)) from error
     except Exception as error:  # damaged bytes can raise any error in the reader
         raise FileError(explain_error(str(file), f"something else: {reason(error)}", NEEDED, REMEDY)) from error
     if fault:

@@ -87,16 +87,18 @@ def convert(
     """
     recipients = _recipients(optimizer)
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
-    opened = [state for given in sources for state in _opened(given, package)]
+    opened = [state for single_source in sources for state in _opened(single_source, package)]
     orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
-    found: dict[str, ParameterState] = {}
+    states_by_name: dict[str, ParameterState] = {}
     for saved in opened:
         keys = PACKAGES[saved.package].state_keys
         for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
             for key, name in zip(group["params"], names, strict=True):
-                if (entry := saved.state.get(key)) and name not in found:  # another source may have the missing state
-                    found[name] = keys.read(name, group, entry)
-    return _state_dict(optimizer.param_groups, recipients, found, strict=strict)
+                if (
+                    entry := saved.state.get(key)
+                ) and name not in states_by_name:  # another source may have the missing state
+                    states_by_name[name] = keys.read(name, group, entry)
+    return _state_dict(optimizer.param_groups, recipients, states_by_name, strict=strict)
 
 
 # ---------------------------------------------------------------- muonmesh's optimizer
@@ -110,21 +112,21 @@ def _recipients(optimizer: Optimizer) -> dict[str, OptimizedParameter]:
         StateError: a parameter is a flat or declared shard, or its rule keeps more than momentum.
     """
     if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
-        found, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
-        raise TypeError(explain_error("optimizer", found, "a muonmesh.Muon over the model", write))
+        problem, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
+        raise TypeError(explain_error("optimizer", problem, "a muonmesh.Muon over the model", write))
     recipients: dict[str, OptimizedParameter] = {}
     for member in placed_members(optimizer):
         algorithm = optimizer.param_groups[member.group]["algorithm"]
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
-            found = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
+            problem = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
-            raise StateError(explain_error(member.name, found, needed, write))
+            raise StateError(explain_error(member.name, problem, needed, write))
         if algorithm != "adamw" and [*member.state_layouts] != ["momentum_buffer"]:
-            found = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
+            problem = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
             needed = "momentum alone, which all packages keep"
             write = 'Write rule="muon", or train on with new state'
-            raise StateError(explain_error(member.name, found, needed, write))
+            raise StateError(explain_error(member.name, problem, needed, write))
         recipients[member.name] = member
     return recipients
 
@@ -141,10 +143,10 @@ def _opened(source: Source, package: PackageName | None) -> list[SourceState]:
     if package is None and isinstance(source, Optimizer):
         package = groups_of(source)[0]
     if package not in PACKAGES:
-        found = "no package, which a state dict does not tell" if package is None else repr(package)
+        problem = "no package, which a state dict does not tell" if package is None else repr(package)
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         write = 'Write convert(source, optimizer, package="torch"), or whose state it is. State of muonmesh needs no '
-        raise ValueError(explain_error("package", found, needed, f"{write}convert"))
+        raise ValueError(explain_error("package", problem, needed, f"{write}convert"))
     if isinstance(source, Optimizer):
         return _parts({"param_groups": source.param_groups, "state": source.state}, "source", package)
     if not isinstance(source, str | os.PathLike):
@@ -154,7 +156,7 @@ def _opened(source: Source, package: PackageName | None) -> list[SourceState]:
     return _parts(read_archive(source, needed=needed, remedy=write), str(source), package)
 
 
-def _parts(given: Any, where: str, package: PackageName) -> list[SourceState]:
+def _parts(content: Any, subject: str, package: PackageName) -> list[SourceState]:
     """Return the states in the result of an optimizer's ``state_dict``, after checking its form.
 
     The result may be nested: Megatron chains and wraps optimizers.
@@ -162,19 +164,21 @@ def _parts(given: Any, where: str, package: PackageName) -> list[SourceState]:
     Raises:
         StateError: it has another form.
     """
-    if isinstance(given, list | tuple):
-        return [part for each in given for part in _parts(each, where, package)]
-    if isinstance(given, Mapping) and "optimizer" in given and "param_groups" not in given:
-        return _parts(given["optimizer"], where, package)
-    if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
-        check_state_dict(where, given, "Hand over what state_dict() returned, as it is")
-        return [SourceState(package, given["param_groups"], given["state"])]
-    keys = ", ".join(map(str, list(given)[:8])) if isinstance(given, Mapping) else ""
-    found = keys or f"an empty {type(given).__name__}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    if isinstance(content, list | tuple):
+        return [part for inner in content for part in _parts(inner, subject, package)]
+    if isinstance(content, Mapping) and "optimizer" in content and "param_groups" not in content:
+        return _parts(content["optimizer"], subject, package)
+    if isinstance(content, Mapping) and "state" in content and "param_groups" in content:
+        check_state_dict(subject, content, "Hand over what state_dict() returned, as it is")
+        return [SourceState(package, content["param_groups"], content["state"])]
+    keys = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else ""
+    problem = (
+        keys or f"an empty {type(content).__name__}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+    )
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer, "
     write += "package=...) with its key, or with the keys of all optimizers"
-    raise StateError(explain_error(where, found, needed, write))
+    raise StateError(explain_error(subject, problem, needed, write))
 
 
 def _orders(
@@ -204,29 +208,31 @@ def _names(
     Raises:
         StateError: the state has no names, or names of other parameters than the recipients'.
     """
-    ours = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
+    names_by_id = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
         keys, order = group["params"], next(orders)
         if order is not None:
-            given = [ours.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
-        elif all(id(key) in ours for key in keys):  # an optimizer over this very model
-            given = [ours[id(key)] for key in keys]
+            group_names = [
+                names_by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order
+            ]
+        elif all(id(key) in names_by_id for key in keys):  # an optimizer over this very model
+            group_names = [names_by_id[id(key)] for key in keys]
         elif group.get("param_names"):
-            given = list(map(canonical_name, group["param_names"]))
+            group_names = list(map(canonical_name, group["param_names"]))
         else:
-            found = f"{len(keys)} parameters in group {number} that have numbers instead of names"
+            problem = f"{len(keys)} parameters in group {number} that have numbers instead of names"
             needed = "their names, or the optimizer itself over the parameters of this model"
             write = "Write params=[...], for each group its parameters in the order in which that optimizer was given "
             write += "them"
-            raise StateError(explain_error("source", found, needed, write))
-        strangers = [name for name in given if name not in recipients]
-        if len(given) != len(keys) or strangers:
-            found = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(given[:4])}"
+            raise StateError(explain_error("source", problem, needed, write))
+        strangers = [name for name in group_names if name not in recipients]
+        if len(group_names) != len(keys) or strangers:
+            problem = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(group_names[:4])}"
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
-            raise StateError(explain_error("source", found, needed, write))
-        names.append(_as_sorted(given, [saved.state.get(key, {}) for key in keys], recipients))
+            raise StateError(explain_error("source", problem, needed, write))
+        names.append(_as_sorted(group_names, [saved.state.get(key, {}) for key in keys], recipients))
     return names
 
 
@@ -242,11 +248,14 @@ def _as_sorted(
     saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
 
     def fits(order: Sequence[int]) -> bool:
-        return all(not found or shapes[number] in found for number, found in zip(order, saved, strict=True))
+        return all(
+            not saved_shapes or shapes[number] in saved_shapes
+            for number, saved_shapes in zip(order, saved, strict=True)
+        )
 
-    given = range(len(names))
-    order = sorted(given, key=lambda number: shapes[number], reverse=True)
-    return [names[number] for number in order] if not fits(given) and fits(order) else names
+    original_order = range(len(names))
+    order = sorted(original_order, key=lambda number: shapes[number], reverse=True)
+    return [names[number] for number in order] if not fits(original_order) and fits(order) else names
 
 
 # ---------------------------------------------------------------- translation
@@ -255,7 +264,7 @@ def _as_sorted(
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, OptimizedParameter],
-    found: Mapping[str, ParameterState],
+    states_by_name: Mapping[str, ParameterState],
     *,
     strict: bool,
 ) -> dict[str, Any]:
@@ -263,11 +272,11 @@ def _state_dict(
     saved: list[dict[str, Any]] = []
     for group in groups:
         algorithm = "muon" if is_matrix_rule(group["algorithm"]) else "adamw"
-        first = sum(len(each["params"]) for each in saved)
+        first = sum(len(earlier["params"]) for earlier in saved)
         numbers = range(first, first + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
-            recipient, remembered = recipients[name], found.get(name)
+            recipient, remembered = recipients[name], states_by_name.get(name)
             if not strict and (remembered is None or remembered.algorithm != algorithm):
                 continue
             if remembered is None:
@@ -299,9 +308,9 @@ def _placed(recipient: OptimizedParameter, key: str, value: Tensor) -> Tensor:
     if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
         value = value.reshape(shape)  # a convolution that was flattened
     if value.shape != shape:
-        found, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
+        problem, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
         write = "Convert for the model that the state was saved with, whole or as DTensors"
-        raise StateError(explain_error(recipient.name, found, needed, write))
+        raise StateError(explain_error(recipient.name, problem, needed, write))
     if isinstance(value, DTensor):
         if storage.mesh == value.device_mesh and storage.placements == tuple(value.placements):
             return value

@@ -60,27 +60,31 @@ def train(
     """
     from muonmesh.tools.cli.run import settings_of, train_run
 
-    given = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    settings, resuming = settings_of(values, resume, given)
+    given_options = {
+        name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    settings, resuming = settings_of(values, resume, given_options)
     raise SystemExit(train_run(settings, resuming=resuming))
 
 
 def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
     """Yield a function parameter for each field of a class, in the form that typer reads."""
-    for name, (plain, said) in declared(kind).items():
-        asked = plain if said.asked is None else said.asked
+    for name, (plain, declaration) in declared(kind).items():
+        shown_type = plain if declaration.parsed is None else declaration.parsed
         left_out = getattr(kind, name, inspect.Parameter.empty)
-        default = left_out if said.asked is None else "auto" if "auto" in get_args(asked) else None
+        default = left_out if declaration.parsed is None else "auto" if "auto" in get_args(shown_type) else None
         names = (option(name),) if plain is bool else ()  # without a second option --no-...
-        about = typer.Option(*names, help=said.help, rich_help_panel=said.panel, show_default=default is not None)
-        annotation = Annotated[asked, about]  # type: ignore[valid-type]
+        about = typer.Option(
+            *names, help=declaration.help, rich_help_panel=declaration.panel, show_default=default is not None
+        )
+        annotation = Annotated[shown_type, about]  # type: ignore[valid-type]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def taking(kind: type, function: Callable[..., None]) -> Callable[..., None]:
     """Replace the ``**values`` of a function by an option for each field of a class, and return the function."""
-    *own, _ = inspect.signature(function, eval_str=True).parameters.values()
-    function.__signature__ = inspect.Signature([*own, *parameters_of(kind)])  # type: ignore[attr-defined]
+    *leading, _ = inspect.signature(function, eval_str=True).parameters.values()
+    function.__signature__ = inspect.Signature([*leading, *parameters_of(kind)])  # type: ignore[attr-defined]
     return function
 
 
@@ -92,10 +96,10 @@ def complaining(command: Callable[..., None]) -> Callable[..., None]:
         try:
             return command(*arguments, **values)
         except ValueError as error:
-            said = str(error)
+            message = str(error)
         except OSError as error:
-            said = f"{error.filename}: {reason(error)}" if error.filename else reason(error)
-        raise SystemExit(complain(command.__name__, said, code=2))
+            message = f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+        raise SystemExit(complain(command.__name__, message, code=2))
 
     return run
 

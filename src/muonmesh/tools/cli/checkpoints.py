@@ -17,9 +17,9 @@ from torch import nn
 
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
-from muonmesh.checkpoint.index import read_manifest
-from muonmesh.checkpoint.ranks import on_first_rank, together
-from muonmesh.checkpoint.save_load import recorded
+from muonmesh.checkpoint.manifest import read_manifest
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
+from muonmesh.checkpoint.save_load import checkpointed
 from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
@@ -34,21 +34,24 @@ NAMED = re.compile(rf"{STEP}(\d+)|\.({STEP}(\d+))\.before")
 
 def numbered(directory: Path) -> list[tuple[int, Path]]:
     """Return step and path of all checkpoints in a folder, also interrupted ones, the last step first."""
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for name in os.listdir(directory) if directory.is_dir() else ():
         if match := NAMED.fullmatch(name):  # the second form: its replacement was interrupted
-            found[int(match[1] or match[3])] = directory / (match[2] or name)
-    return sorted(found.items(), reverse=True)
+            paths[int(match[1] or match[3])] = directory / (match[2] or name)
+    return sorted(paths.items(), reverse=True)
 
 
 def is_whole(folder: Path) -> bool:
     """Return whether every file of the manifest exists with its full size; contents are not read."""
     try:
         entries = read_manifest(folder).files
-        found = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
+        stats = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
     except (OSError, FileError):
         return False
-    return all(stat.S_ISREG(one.st_mode) and one.st_size == entries[name][0] for name, one in found.items())
+    return all(
+        stat.S_ISREG(stat_of_file.st_mode) and stat_of_file.st_size == entries[name][0]
+        for name, stat_of_file in stats.items()
+    )
 
 
 def forget_others(path: Path) -> None:
@@ -67,9 +70,9 @@ def forget_others(path: Path) -> None:
                     remove_folder(folder)
         for scratch in path.parent.glob(f".{STEP}*.writing"):
             with contextlib.suppress(OSError):
-                if not foreign_at(scratch) and (held := lock_folder(scratch, make=False)) is not None:
+                if not foreign_at(scratch) and (lock := lock_folder(scratch, make=False)) is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
-                    os.close(held)
+                    os.close(lock)
 
 
 class Checkpoints:
@@ -82,7 +85,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.kept: int | None = None  # the step of the last checkpoint that this object knows
+        self.last_step: int | None = None  # the step of the last checkpoint that this object knows
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, as rank 0 sees it, or None.
@@ -94,19 +97,19 @@ class Checkpoints:
         def look() -> int | None:
             if dist.get_rank() != 0:
                 return None
-            found = latest_step(self.directory)
-            broken = [path for step, path in numbered(self.directory) if step > (found or 0)]
-            if broken and found is None:
+            newest = latest_step(self.directory)
+            broken = [path for step, path in numbered(self.directory) if step > (newest or 0)]
+            if broken and newest is None:
                 raise FileError(
                     f"{broken[0]}: found files missing or cut off, and no whole checkpoint beside it; needed one. "
                     "Bring an undamaged copy, or remove the folder to train from the start"
                 )
             for path in broken:
-                note(f"{path}: found files missing or cut off; goes on from step {found}")
-            return found
+                note(f"{path}: found files missing or cut off; goes on from step {newest}")
+            return newest
 
-        self.kept = results_of_all_ranks(look, kind=FileError)[0]
-        return self.kept
+        self.last_step = results_of_all_ranks(look, kind=FileError)[0]
+        return self.last_step
 
     def save(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Write a model and its optimizer, and then remove older checkpoints.
@@ -117,14 +120,18 @@ class Checkpoints:
             FileError: on every rank: the state is not finite, or the checkpoint could not be written. The last
                 checkpoint is unchanged.
         """
-        kept = "No checkpoint was there yet" if self.kept is None else f"The checkpoint of step {self.kept} is kept"
-        together(lambda: check_finite(optimizer, kept))
+        assurance = (
+            "No checkpoint was there yet"
+            if self.last_step is None
+            else f"The checkpoint of step {self.last_step} is kept"
+        )
+        on_every_rank(lambda: check_finite(optimizer, assurance))
         try:
             save(self._folder(step), model, optimizer)
         except FileError as error:
-            raise FileError(f"{error}. {kept}") from error
+            raise FileError(f"{error}. {assurance}") from error
         on_first_rank(lambda: forget_others(self._folder(step)))
-        self.kept = step
+        self.last_step = step
 
     def load(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Load a model and its optimizer.
@@ -138,21 +145,21 @@ class Checkpoints:
         return self.directory / f"{STEP}{step:08d}"
 
 
-def check_finite(optimizer: Muon, kept: str) -> None:
+def check_finite(optimizer: Muon, assurance: str) -> None:
     """Check that all tensors that this rank would save are finite.
 
     Args:
         optimizer: The optimizer, whose parameters and state would be saved.
-        kept: A sentence for the message: which checkpoint is kept.
+        assurance: A sentence for the message: which checkpoint is kept.
 
     Raises:
         FileError: a tensor is not finite; the message names the first.
     """
-    for record in recorded(optimizer).checkpoint_records():
+    for record in checkpointed(optimizer).checkpoint_records():
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
                 raise FileError(
-                    f"{name}: not finite, so it is not saved. {kept}. Start again with a lower --lr or --adamw-lr"
+                    f"{name}: not finite, so it is not saved. {assurance}. Start again with a lower --lr or --adamw-lr"
                 )
 
 

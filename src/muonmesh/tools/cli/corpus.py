@@ -65,11 +65,11 @@ def texts_of(files: Iterable[Path]) -> dict[str, Path]:
     Raises:
         FileError: a file cannot be read.
     """
-    found: dict[str, Path] = {}
+    files_by_hash: dict[str, Path] = {}
     for file in files:
         with _reading(file), file.open("rb") as stream:
-            found.setdefault(hashlib.file_digest(stream, "sha256").hexdigest(), file)
-    return dict(sorted(found.items()))
+            files_by_hash.setdefault(hashlib.file_digest(stream, "sha256").hexdigest(), file)
+    return dict(sorted(files_by_hash.items()))
 
 
 def documents_of(files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
@@ -93,7 +93,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     Raises:
         ValueError: a pattern finds no file or a file of JSON lines, or names something else than a file or a folder.
     """
-    found: list[Path] = []
+    chosen: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
         if os.path.lexists(pattern) and not path.is_dir() and not path.is_file():
@@ -107,8 +107,8 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
         if lines := next((file for file in files if file.suffix.lower() in JSON_LINES), None):
             write = "Write the text of its lines into .txt files, or leave it out."
             raise ValueError(f"--data {str(lines)!r}: found JSON lines; needed plain text. {write}")
-        found.extend(files)
-    return found
+        chosen.extend(files)
+    return chosen
 
 
 def walk(root: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -191,10 +191,10 @@ class Corpus:
 
     def _mapped(self, name: str, count: int) -> np.ndarray:
         path, dtype = Path(self.directory) / name, dtype_of(self.vocab)
-        found = kind_of(path) if not path.is_file() else f"{path.stat().st_size} bytes"
-        if found != f"{count * dtype.itemsize} bytes":
+        present = kind_of(path) if not path.is_file() else f"{path.stat().st_size} bytes"
+        if present != f"{count * dtype.itemsize} bytes":
             raise FileError(
-                f"{path}: found {found}; needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its "
+                f"{path}: found {present}; needed the {count} tokens that {DESCRIPTION_FILE} tells of. Remove its "
                 f"folder: {REMADE}"
             )
         return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)
@@ -226,10 +226,10 @@ class Windows:
         return self._cut([i * self.count // count for i in range(count)])
 
     def _window_at(self, position: int) -> int:
-        epoch, place = divmod(position, self.count)
+        epoch, index = divmod(position, self.count)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
-        return int(self._order[place])
+        return int(self._order[index])
 
     def _cut(self, windows: Sequence[int]) -> np.ndarray:
         starts = [window * self.length for window in windows]
@@ -260,14 +260,14 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
     texts = texts_of(files)
-    known = [_is_held_out(name) for name, _ in documents_of(texts)]
-    if not known:
+    held_out = [_is_held_out(name) for name, _ in documents_of(texts)]
+    if not held_out:
         raise ValueError(f"--data {source}: found {len(files)} files, none of which is UTF-8 text with content.")
     parts = [FORMAT, HELD_OUT_SHARE, vocab, [*texts]]
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
-        whole = len(known) >= FILES_FOR_A_SPLIT and 0 < sum(known) < len(known)
+        whole = len(held_out) >= FILES_FOR_A_SPLIT and 0 < sum(held_out) < len(held_out)
         learnt = (divide(name, text, whole=whole)[0] for name, text in documents_of(texts))
         _write(directory, train_tokenizer(learnt, vocab=vocab), texts, whole=whole, source=source)
     corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
@@ -337,8 +337,8 @@ def _write(directory: Path, tokenizer: Tokenizer, files: Mapping[str, Path], *, 
     counts, size = [0, 0], tokenizer.get_vocab_size()
     with writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix="preparing-", dir=directory.parent, ignore_cleanup_errors=True)
-    with made as above, writing(directory):
+        temporary = tempfile.TemporaryDirectory(prefix="preparing-", dir=directory.parent, ignore_cleanup_errors=True)
+    with temporary as above, writing(directory):
         scratch = Path(above) / "text"
         scratch.mkdir()
         with (scratch / "train.bin").open("wb") as first, (scratch / "validation.bin").open("wb") as second:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
-from muonmesh.checkpoint.fitting import check_saved
 from muonmesh.checkpoint.folder import found_at
-from muonmesh.checkpoint.index import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
+from muonmesh.checkpoint.load_plan import check_saved
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
@@ -67,8 +67,8 @@ class Diagnosis:
     def as_json(self) -> dict[str, Any]:
         """Return all attributes and ``whole`` as plain data for `json.dumps`. ``faults`` has those of all parts."""
         tensors = {
-            name: {"shape": list(one.shape), "dtype": dtype_of(one), "size": one.nbytes}
-            for name, one in self.tensors.items()
+            name: {"shape": list(tensor.shape), "dtype": dtype_of(tensor), "size": tensor.nbytes}
+            for name, tensor in self.tensors.items()
         }
         parts = [part.as_json() for part in self.parts]
         faults = [*self.faults, *(fault for part in parts for fault in part["faults"])]
@@ -80,8 +80,8 @@ class Diagnosis:
         try:
             yield
         except FileError as error:
-            found = str(error).partition("; needed")[0]
-            if not any(fault.startswith(found) for fault in self.faults):
+            beginning = str(error).partition("; needed")[0]
+            if not any(fault.startswith(beginning) for fault in self.faults):
                 self.faults.append(str(error))
 
 
@@ -99,10 +99,10 @@ def diagnose(path: Path) -> Diagnosis:
             return _folder(path)
         if path.is_file():
             return _file(path)
-        what = kind_of(path)
+        problem = kind_of(path)
     except OSError as error:  # too long a name, or a folder that may not be listed
-        what = reason(error)
-    return Diagnosis(str(path), faults=[f"{path}: {what}; needed a folder or a file"])
+        problem = reason(error)
+    return Diagnosis(str(path), faults=[f"{path}: {problem}; needed a folder or a file"])
 
 
 def _is_run(path: Path) -> bool:
@@ -111,88 +111,90 @@ def _is_run(path: Path) -> bool:
 
 
 def _run(run: Path) -> Diagnosis:
-    found = Diagnosis(str(run), A_RUN)
-    with found.noting():
+    diagnosis = Diagnosis(str(run), A_RUN)
+    with diagnosis.noting():
         load_settings(run)
-        found.settings = load_config(run)
-        found.notes += without_checkpoint(run)
+        diagnosis.settings = load_config(run)
+        diagnosis.notes += without_checkpoint(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         parts = [_folder(path) for _, path in numbered(directory)]
-        found.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
-        left = directory.glob(".*.writing")
-        found.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in left]
-    if not found.faults and (not found.parts or any(part.whole for part in found.parts)):
-        begins = "goes on" if found.parts else "no checkpoint is there. The run begins again"
-        found.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
-    return found
+        diagnosis.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
+        leftovers = directory.glob(".*.writing")
+        diagnosis.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in leftovers]
+    if not diagnosis.faults and (not diagnosis.parts or any(part.whole for part in diagnosis.parts)):
+        begins = "goes on" if diagnosis.parts else "no checkpoint is there. The run begins again"
+        diagnosis.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
+    return diagnosis
 
 
 def _folder(path: Path) -> Diagnosis:
     """Return the diagnosis of a folder, which may be a checkpoint."""
     folder = found_at(path)
-    found = Diagnosis(str(path))
+    diagnosis = Diagnosis(str(path))
     names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
     if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
-        told = f"{names[0]!r} in it" if names else "nothing in it"
+        problem = f"{names[0]!r} in it" if names else "nothing in it"
         run = next((folder / name for name in names if _is_run(folder / name)), None)
         write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
-        found.faults = [explain_error(str(path), told, CHECKED, write)]
-        return found
-    found.kind = OURS
-    with found.noting():
+        diagnosis.faults = [explain_error(str(path), problem, CHECKED, write)]
+        return diagnosis
+    diagnosis.kind = OURS
+    with diagnosis.noting():
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         check_saved(folder / SETTINGS_FILE, settings)
-        found.settings = settings
+        diagnosis.settings = settings
     if folder != path:
-        found.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
-    with found.noting():
+        diagnosis.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
+    with diagnosis.noting():
         manifest = read_manifest(folder)
         for name in manifest.files:
-            with found.noting():
+            with diagnosis.noting():
                 manifest.check_files(folder, [name])
         for name, tensor in manifest.tensors.items():
-            found.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        wrong = {} if found.faults else _wrong_numbers(folder, manifest.tensors.values())
-        for name, what in wrong.items():
-            (found.faults if ".state." in name else found.notes).append(f"{name}: found {what}")
-    return found
+            diagnosis.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        wrong = {} if diagnosis.faults else _wrong_numbers(folder, manifest.tensors.values())
+        for name, fault in wrong.items():
+            (diagnosis.faults if ".state." in name else diagnosis.notes).append(f"{name}: found {fault}")
+    return diagnosis
 
 
 def _wrong_numbers(folder: Path, tensors: Iterable[SavedTensor]) -> dict[str, str]:
     """Return for tensors with numbers that no step leaves which they have, in words."""
     pieces = ((tensor, tensor.read(folder, piece)) for tensor in tensors for piece in tensor.pieces)
-    return {tensor.name: wrong for tensor, held in pieces if (wrong := wrong_numbers(tensor.name, held))}
+    return {tensor.name: wrong for tensor, elements in pieces if (wrong := wrong_numbers(tensor.name, elements))}
 
 
 def _file(path: Path) -> Diagnosis:
-    found = Diagnosis(str(path))
+    diagnosis = Diagnosis(str(path))
     try:
         with path.open("rb") as file:
             begin = file.read(len(ARCHIVE))
     except OSError as error:
-        found.faults.append(f"{path}: could not be read: {reason(error)}")
-        return found
+        diagnosis.faults.append(f"{path}: could not be read: {reason(error)}")
+        return diagnosis
     if begin == ARCHIVE:
-        found.kind = SAVED
+        diagnosis.kind = SAVED
         remedy = "Its checksums are right. Its content was not read, since that could run code"
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
             for keys, value in tree_leaves_with_path(content):
                 if isinstance(value, Tensor):
                     name = ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in keys)
-                    found.tensors[name] = local_of(value).to("meta")
-                    found.shards += isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
-            if found.shards:
-                found.notes.append(
-                    f"one rank's shards of {found.shards} tensors (DTensors); the files of the other ranks have the "
-                    "rest. To save whole tensors, write muonmesh.checkpoint.save(path, model, optimizer)"
+                    diagnosis.tensors[name] = local_of(value).to("meta")
+                    diagnosis.shards += isinstance(value, DTensor) and not all(
+                        p.is_replicate() for p in value.placements
+                    )
+            if diagnosis.shards:
+                diagnosis.notes.append(
+                    f"one rank's shards of {diagnosis.shards} tensors (DTensors); the files of the other ranks have "
+                    "the rest. To save whole tensors, write muonmesh.checkpoint.save(path, model, optimizer)"
                 )
         except FileError as error:
-            found.kind, found.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
+            diagnosis.kind, diagnosis.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:
-        found.faults.append(
+        diagnosis.faults.append(
             f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "
             "wrote it, it is a program, and is not opened"
         )
-    return found
+    return diagnosis

@@ -44,42 +44,42 @@ def doctor(
 
         findings = look_around()
         if as_json:
-            say_json([asdict(one) for one in findings])
+            say_json([asdict(finding) for finding in findings])
         else:
             say(*lines_of(findings))
-        raise SystemExit(DAMAGED if any(one.do for one in findings) else WHOLE)
-    found = diagnose(path)
+        raise SystemExit(DAMAGED if any(finding.remedy for finding in findings) else WHOLE)
+    diagnosis = diagnose(path)
     if as_json:
-        say_json(found.as_json())
+        say_json(diagnosis.as_json())
     else:
-        print_diagnosis(found)
-    raise SystemExit(NO_CHECKPOINT if not found.kind else WHOLE if found.whole else DAMAGED)
+        print_diagnosis(diagnosis)
+    raise SystemExit(NO_CHECKPOINT if not diagnosis.kind else WHOLE if diagnosis.whole else DAMAGED)
 
 
-def print_diagnosis(found: Diagnosis) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print a diagnosis as text, and its tensors as a table."""
     from muonmesh.tools.cli.terminal import say
 
-    if not found.kind:
-        say(found.faults[0])
+    if not diagnosis.kind:
+        say(diagnosis.faults[0])
         return
-    say(f"{found.path}: {found.kind}, {_state(found)}", style="bold")
-    for title, lines in (("damaged", found.faults), ("note", found.notes)):
+    say(f"{diagnosis.path}: {diagnosis.kind}, {_state(diagnosis)}", style="bold")
+    for title, lines in (("damaged", diagnosis.faults), ("note", diagnosis.notes)):
         for line in lines:
             say(f"  {title}: {line}", style="red" if title == "damaged" else "")
-    for line in _settings(found.settings):
+    for line in _settings(diagnosis.settings):
         say(f"  {line}")
-    if found.tensors:
-        say(*_table(found))
-    for part in found.parts:
+    if diagnosis.tensors:
+        say(*_table(diagnosis))
+    for part in diagnosis.parts:
         print_diagnosis(part)
 
 
-def _state(found: Diagnosis) -> str:
-    damaged = [part for part in found.parts if not part.whole]
+def _state(diagnosis: Diagnosis) -> str:
+    damaged = [part for part in diagnosis.parts if not part.whole]
     if damaged:
-        return f"{len(damaged)} of its {len(found.parts)} checkpoints damaged"
-    return "whole" if found.whole else "damaged" if found.faults else "not whole"
+        return f"{len(damaged)} of its {len(diagnosis.parts)} checkpoints damaged"
+    return "whole" if diagnosis.whole else "damaged" if diagnosis.faults else "not whole"
 
 
 def _settings(settings: dict[str, Any]) -> list[str]:
@@ -102,16 +102,24 @@ def _role(name: str) -> str:
     return name.partition(".")[0] if name.startswith(("model.", "optimizer.")) else "weights"
 
 
-def _table(found: Diagnosis) -> list[str]:
+def _table(diagnosis: Diagnosis) -> list[str]:
     from muonmesh.table import aligned
     from muonmesh.tools.cli.diagnosis import dtype_of
 
     roles: dict[str, list[Tensor]] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in diagnosis.tensors.items():
         roles.setdefault(_role(name), []).append(tensor)
     rows = [("", "tensors", "numbers", "dtypes", "MB")]
-    for role, held in roles.items():
-        numbers = sum(one.numel() for one in held)
-        dtypes = ", ".join(sorted({dtype_of(one) for one in held}))
-        rows.append((role, f"{len(held):,}", f"{numbers:,}", dtypes, f"{sum(one.nbytes for one in held) / 1e6:,.2f}"))
+    for role, members in roles.items():
+        numbers = sum(member.numel() for member in members)
+        dtypes = ", ".join(sorted({dtype_of(member) for member in members}))
+        rows.append(
+            (
+                role,
+                f"{len(members):,}",
+                f"{numbers:,}",
+                dtypes,
+                f"{sum(member.nbytes for member in members) / 1e6:,.2f}",
+            )
+        )
     return aligned(rows, right=(1, 2, 4), ruled=True)

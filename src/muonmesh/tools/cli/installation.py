@@ -21,9 +21,9 @@ TESTED = ("2.11", "2.13")  # versions of torch with which all tests run
 class Finding:
     """The result of one check: the subject, the finding, and what to do (empty if nothing is wrong)."""
 
-    looked_at: str
-    found: str
-    do: str = ""
+    subject: str
+    result: str
+    remedy: str = ""
 
 
 def look_around() -> list[Finding]:
@@ -63,15 +63,15 @@ def products_here() -> Finding:
         mend = f" To have them, {error.mend}" if error.mend else ""
         return Finding("compiled products", f"none. Found {error}. torch multiplies.{mend}")
     order, gain = auto_takes()
-    taken = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
+    choice = 'kernels="auto" takes torch\'s products, which may be faster on such a CPU'
     if order:
         upto = f"{gain.start} to {gain[-1]}" if gain.stop < sys.maxsize else f"{gain.start} or more"
-        taken = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
+        choice = f'kernels="auto" takes them for bf16 matrices of {upto} rows'
     try:
         tiles = f'kernels="{library("amx").variant}" is possible too'
     except NoLibrary as error:
         tiles = f'kernels="amx" is not possible: {error}'
-    return Finding("compiled products", f"variant {variant}. {taken}. {tiles}")
+    return Finding("compiled products", f"variant {variant}. {choice}. {tiles}")
 
 
 def _orthogonalize() -> Finding:
@@ -96,5 +96,7 @@ def _nccl() -> Finding:
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:
     """Yield a line for each finding."""
-    for one in findings:
-        yield f"{'do  ' if one.do else 'ok  '}{one.looked_at}: {one.found}" + (f". {one.do}" if one.do else "")
+    for finding in findings:
+        yield f"{'do  ' if finding.remedy else 'ok  '}{finding.subject}: {finding.result}" + (
+            f". {finding.remedy}" if finding.remedy else ""
+        )

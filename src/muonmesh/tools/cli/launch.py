@@ -101,7 +101,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._stopping = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         for number, handler in self._before.items():
             if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # under nohup it stays ignored
@@ -113,9 +113,9 @@ class _Signals:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._asked:
+        if number == signal.SIGHUP and self._stopping:
             return
-        self._asked = True
+        self._stopping = True
         raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.SIGINT)
 
 

@@ -205,9 +205,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _shares(model: nn.Module, block: nn.Module) -> bool:
     """Return whether a parameter of ``block`` also has a name outside of ``block``."""
-    own = {id(parameter) for parameter in block.parameters()}
+    block_ids = {id(parameter) for parameter in block.parameters()}
     inside = sum(1 for _, p in block.named_parameters(remove_duplicate=False))
-    everywhere = sum(id(p) in own for _, p in model.named_parameters(remove_duplicate=False))
+    everywhere = sum(id(p) in block_ids for _, p in model.named_parameters(remove_duplicate=False))
     return everywhere > inside
 
 

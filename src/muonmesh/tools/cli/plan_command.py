@@ -83,7 +83,7 @@ def plan(**values: Any) -> None:
     print_plan(planned(PlanRequest(**values)), as_json=values["json"])
 
 
-def planned(asked: PlanRequest) -> dict[str, Any]:
+def planned(request: PlanRequest) -> dict[str, Any]:
     """Return the figures of a model on a mesh; see `muonmesh.tools.cli.planning.figures_of`.
 
     Raises:
@@ -92,29 +92,29 @@ def planned(asked: PlanRequest) -> dict[str, Any]:
     from muonmesh.tools.cli.planning import EXPERTS, figures_of, load_rates, parse_cluster
     from muonmesh.tools.forecasts.forecast import forecast
 
-    mesh, experts, rank = asked.mesh, asked.experts, asked.rank
+    mesh, experts, rank = request.mesh, request.experts, request.rank
     cluster = parse_cluster(mesh, experts)
     if rank is not None and rank >= len(cluster.ranks):
         raise FileError(f"--rank {rank}: needed a rank of --mesh {mesh}, below {len(cluster.ranks)}. Write: --rank 0")
-    rates = None if asked.rates is None else load_rates(asked.rates)
-    placed = weights_of(asked.model, cluster)
+    rates = None if request.rates is None else load_rates(request.rates)
+    placed = weights_of(request.model, cluster)
     if experts is not None and not any(EXPERTS.search(weight.name) for weight in placed):
         raise FileError(
-            f"--experts {experts}: found no experts in {asked.model}; needed a mixture of experts. Leave it out"
+            f"--experts {experts}: found no experts in {request.model}; needed a mixture of experts. Leave it out"
         )
-    itemsize = 4 if asked.weights == "fp32" else 2
-    found = forecast(
+    itemsize = 4 if request.weights == "fp32" else 2
+    cost = forecast(
         placed,
         rank=rank,
         rates=rates,
         itemsize=itemsize,
-        memory_budget_mb=asked.memory_budget_mb,
-        to_owners=asked.to_owners,
-        rule=asked.rule,
-        machine=asked.machine,
+        memory_budget_mb=request.memory_budget_mb,
+        to_owners=request.to_owners,
+        rule=request.rule,
+        machine=request.machine,
     )
-    told = {name: getattr(asked, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
-    return {**told, "to owners": asked.to_owners, **figures_of(placed, found)}
+    request_data = {name: getattr(request, name) for name in ("model", "mesh", "experts", "weights", "rule", "machine")}
+    return {**request_data, "to owners": request.to_owners, **figures_of(placed, cost)}
 
 
 def weights_of(model: str, cluster: Cluster) -> list[Weight]:
@@ -131,51 +131,57 @@ def weights_of(model: str, cluster: Cluster) -> list[Weight]:
     from muonmesh.tools.cli.model import build_model, configuration
     from muonmesh.tools.forecasts.forecast import Weight
 
-    found = []
+    weights = []
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     with torch.device("meta"):
         built = build_model(configuration(model, vocab=Settings.vocab, seq=Settings.seq))
     for group in split_params(built, example=(tokens,)):
         splits = group["matrices"] if group["algorithm"] == "muon" else [None] * len(group["params"])
         for name, parameter, split in zip(group["param_names"], group["params"], splits, strict=True):
-            found.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))
-    return found
+            weights.append(Weight(name, cluster.layout(name, tuple(parameter.shape), split), split))
+    return weights
 
 
-def print_plan(found: dict[str, Any], *, as_json: bool = False) -> None:
+def print_plan(result: dict[str, Any], *, as_json: bool = False) -> None:
     """Print the kinds of parameters, and the figures of the cluster and of one rank; or all figures as JSON."""
     if as_json:
-        say_json(found)
+        say_json(result)
         return
-    title = f"Cluster: {found['model']} on {found['mesh']} (ranks: {found['ranks']:,}), rule {found['rule']}"
+    title = f"Cluster: {result['model']} on {result['mesh']} (ranks: {result['ranks']:,}), rule {result['rule']}"
     say(title, "", style="bold")
-    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"{found['rank']} sends")
-    say(*aligned([headings, *rows_of(found)], right=range(1, 6), ruled=True))
-    for title, figures in tables_of(found).items():
+    headings = ("parameters", "shape", "matrices", "owners", "TFLOP", f"{result['rank']} sends")
+    say(*aligned([headings, *rows_of(result)], right=range(1, 6), ruled=True))
+    for title, figures in tables_of(result).items():
         say("", *aligned([(title, ""), *figures.items()], right=(1,), ruled=True))
-    needed, there = found["modelled"]["bytes in total"], int(found["rates"]["memory"])
-    if needed > there:
+    needed, memory = result["modelled"]["bytes in total"], int(result["rates"]["memory"])
+    if needed > memory:
         say(
-            f"Rank {found['rank']} needs {decimal(needed)} even without activations, more than the {decimal(there)} of "
-            "its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
+            f"Rank {result['rank']} needs {decimal(needed)} even without activations, more than the {decimal(memory)} "
+            "of its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
         )
-    say("", *textwrap.wrap(sentence_of(found), 80))
+    if result["weights"] == "bf16":
+        say("", *textwrap.wrap(BF16_NOTE, 80))
+    say("", *textwrap.wrap(sentence_of(result), 80))
 
 
-def sentence_of(found: dict[str, Any]) -> str:
+def sentence_of(result: dict[str, Any]) -> str:
     """Return the result in a sentence: what a step adds to forward and backward, here and with torch.optim.Muon."""
-    modelled = found["modelled"]
-    ours, torchs = (_shown("seconds", modelled[f"seconds{of}"]) for of in ("", OF_TORCH))
+    modelled = result["modelled"]
+    muonmesh_time, torch_time = (_shown("seconds", modelled[f"seconds{of}"]) for of in ("", OF_TORCH))
     return (
-        f"A step adds {ours} to forward and backward on rank {found['rank']}, limited by the {modelled['limited by']}; "
-        f"torch.optim.Muon would add {torchs}."
+        f"A step adds {muonmesh_time} to forward and backward on rank {result['rank']}, limited by the "
+        f"{modelled['limited by']}; torch.optim.Muon would add {torch_time}."
     )
 
 
+BF16_NOTE = (
+    "With bf16 weights, momentum is fp32 and AdamW's two moments are bf16, so both take 4 bytes for each element of a "
+    "matrix. Write state_dtype=torch.bfloat16 in Muon to halve momentum."
+)
 OF_TORCH = " of torch.optim.Muon, without communication"
 
 
-def rows_of(found: dict[str, Any]) -> list[list[str]]:
+def rows_of(result: dict[str, Any]) -> list[list[str]]:
     """Return a row for each kind of matrices, for the whole cluster, except the last cell: what one rank sends."""
     return [
         [
@@ -186,7 +192,7 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
             f"{kind['flops'] / 1e12:{',.0f' if kind['flops'] > 1e15 else '.4g'}}",
             decimal(kind["bytes sent"]) if kind["bytes sent"] else "",
         ]
-        for kind in found["kinds"]
+        for kind in result["kinds"]
         if kind["algorithm"] == "muon"
     ]
 
@@ -197,17 +203,17 @@ def _shortened(name: str, room: int = 28) -> str:
     return name if least <= 1 else f"…{name[max(least, name.find('.', least)) :]}"
 
 
-def tables_of(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+def tables_of(result: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return the tables below the table of parameters, by title; each has figures by name."""
     from muonmesh.tools.forecasts.device_rates import DeviceRates
 
-    adamw = sum(kind["count"] for kind in found["kinds"] if kind["algorithm"] == "adamw")
-    cluster = {name: found[name] for name in ("elements", "matrices", "buckets")}
-    device = "one H100" if found["rates"] == asdict(DeviceRates()) else "the rates given"
+    adamw = sum(kind["count"] for kind in result["kinds"] if kind["algorithm"] == "adamw")
+    cluster = {name: result[name] for name in ("elements", "matrices", "buckets")}
+    device = "one H100" if result["rates"] == asdict(DeviceRates()) else "the rates given"
     tables = {
-        "Cluster": {**cluster, "parameters that AdamW updates": adamw, **found["balance"]},
-        f"Rank {found['rank']}, counted": found["counted"],
-        f"Rank {found['rank']}, modelled for {device}": found["modelled"],
+        "Cluster": {**cluster, "parameters that AdamW updates": adamw, **result["balance"]},
+        f"Rank {result['rank']}, counted": result["counted"],
+        f"Rank {result['rank']}, modelled for {device}": result["modelled"],
     }
     return {
         title: {name.replace("seconds", "time"): _shown(name, value) for name, value in figures.items()}
@@ -220,8 +226,9 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, dict):  # seconds, with products at best and as published
-        ends = [f"{end * 1e3:{',.0f' if end >= 1 else '.3g'}}" for end in sorted(value.values())]
-        return " to ".join(dict.fromkeys(ends)) + " ms"
+        unit, in_a_second = ("s", 1) if min(value.values()) >= 10 else ("ms", 1000)
+        times = (in_a_second * end for end in sorted(value.values()))
+        return " to ".join(dict.fromkeys(f"{time:{',.0f' if time >= 1000 else '.3g'}}" for time in times)) + f" {unit}"
     if "bytes" in name:
         return decimal(value)
     if isinstance(value, float):

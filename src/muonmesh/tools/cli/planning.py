@@ -59,11 +59,11 @@ class Cluster:
         stack = EXPERTS.search(name) is not None and len(shape) > 1
         axes = self.experts if stack and self.experts else self.mesh
         cut = self._tensor_dim(name, shape, matrices, stack=stack)
-        placements = tuple(self._placement(axes, place, cut, stack=stack) for place in range(len(axes)))
+        placements = tuple(self._placement(axes, axis, cut, stack=stack) for axis in range(len(axes)))
         return MeshLayout(shape, tuple(size for _, size in axes), self.ranks, placements)
 
-    def _placement(self, axes: Axes, place: int, cut: int | None, *, stack: bool) -> Placement:
-        kind = axes[place][0]
+    def _placement(self, axes: Axes, axis: int, cut: int | None, *, stack: bool) -> Placement:
+        kind = axes[axis][0]
         if kind == "ddp":
             return Replicate()
         if kind == "ep":
@@ -71,7 +71,7 @@ class Cluster:
         if kind == "tp":
             return Replicate() if cut is None else Shard(cut)
         dim = 1 if stack and any(other == "ep" for other, _ in axes) else 0
-        inner = math.prod(size for other, size in axes[place + 1 :] if other == "tp")
+        inner = math.prod(size for other, size in axes[axis + 1 :] if other == "tp")
         return Shard(dim, inner) if inner > 1 and cut == dim else Shard(dim)
 
     @staticmethod
@@ -92,31 +92,31 @@ def parse_cluster(mesh: str, experts: str | None = None) -> Cluster:
         FileError: an axis is unknown or given twice, a size is no valid number, or the two options have different
             numbers of ranks.
     """
-    axes = _axes("--mesh", mesh, known=("ddp", "fsdp", "hsdp", "tp"))
+    axes = _axes("--mesh", mesh, names=("ddp", "fsdp", "hsdp", "tp"))
     if experts is None:
         return Cluster(axes)
-    other = _axes("--experts", experts, known=("ddp", "fsdp", "hsdp", "ep"))
-    found, needed = (math.prod(size for _, size in some) for some in (other, axes))
-    if found != needed:
+    other = _axes("--experts", experts, names=("ddp", "fsdp", "hsdp", "ep"))
+    expert_ranks, needed = (math.prod(size for _, size in option_axes) for option_axes in (other, axes))
+    if expert_ranks != needed:
         raise FileError(
-            f"--experts {experts}: found {found:,} ranks; needed {needed:,}, the ranks of --mesh {mesh} in another "
-            "order. Correct a size"
+            f"--experts {experts}: found {expert_ranks:,} ranks; needed {needed:,}, the ranks of --mesh {mesh} in "
+            "another order. Correct a size"
         )
     return Cluster(axes, other)
 
 
-def _axes(option: str, text: str, *, known: tuple[str, ...]) -> Axes:
-    def fault(found: str, needed: str) -> FileError:
-        forms = ", ".join(FORMS[name] for name in known)
+def _axes(option: str, text: str, *, names: tuple[str, ...]) -> Axes:
+    def fault(problem: str, needed: str) -> FileError:
+        forms = ", ".join(FORMS[name] for name in names)
         write = f"Write one or more of {forms}, with commas between them"
-        return FileError(f"{option} {text}: found {found}; needed {needed}. {write}")
+        return FileError(f"{option} {text}: found {problem}; needed {needed}. {write}")
 
     axes: list[tuple[str, int]] = []
     for part in text.split(","):
         name, _, sizes = part.strip().partition("=")
-        if name not in known:
+        if name not in names:
             beside = ". Plan each pipeline stage by itself, with the ranks of that stage" if name == "pp" else ""
-            raise fault(repr(part), f"axes of {', '.join(known)}{beside}")
+            raise fault(repr(part), f"axes of {', '.join(names)}{beside}")
         kinds = HYBRID if name == "hsdp" else (name,)
         numbers = sizes.split("x")
         if len(numbers) != len(kinds) or not all(re.fullmatch(r"[1-9]\d{0,6}", number) for number in numbers):
@@ -140,17 +140,17 @@ def least_imbalance(plan: Plan) -> float:
 
 def at_home(plan: Plan) -> float:
     """Return the share of matrices whose owner holds them whole, so that they need no gathering; 1 without any."""
-    found = [not plan.travels(number, gather=True) for number in range(len(plan.assignments))]
-    return sum(found) / len(found) if found else 1.0
+    stays = [not plan.travels(number, gather=True) for number in range(len(plan.assignments))]
+    return sum(stays) / len(stays) if stays else 1.0
 
 
-def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
+def figures_of(weights: Sequence[Weight], cost: Forecast) -> dict[str, Any]:
     """Return all figures of a forecast, with exact figures under "counted" and estimates under "modelled".
 
     Seconds, bytes, FLOPs and elements are plain numbers. ``flops_by_rank`` is in the order of the ranks. ``owners`` has
     for each parameter the owner of each of its matrices, the rank that orthogonalizes the matrix.
     """
-    plan = found.plan
+    plan = cost.plan
     owners: dict[str, list[int]] = {}
     for assignment in plan.assignments:
         owners.setdefault(plan.parameters[assignment.parameter].name, []).append(assignment.owner)
@@ -160,36 +160,36 @@ def figures_of(weights: Sequence[Weight], found: Forecast) -> dict[str, Any]:
         "matrices": len(plan.assignments),
         "buckets": len(plan.buckets),
         "balance": {
-            "busiest rank over mean": found.imbalance,
+            "busiest rank over mean": cost.imbalance,
             "no plan is below": least_imbalance(plan),
             "share of matrices stored whole by their owner": at_home(plan),
         },
-        "rank": found.rank,
+        "rank": cost.rank,
         "counted": {
-            "matrices": len(found.owned),
-            "flops": found.flops,
-            "bytes sent": found.bytes_sent,
-            "bytes received": found.bytes_received,
-            "collectives": found.collectives,
-            "messages": found.messages,
-            "bytes of gradients sent": found.gradients.bytes_sent,
-            "bytes of gradients received": found.gradients.bytes_received,
-            "collectives of gradients": found.gradients.collectives,
-            **{f"bytes of {what}": size for what, size in found.stored.items()},
-            "bytes stored in total": sum(found.stored.values()),
-            "bytes stored in total, with AdamW for all": 4 * found.stored["weights"],  # with gradients and two moments
+            "matrices": len(cost.owned),
+            "flops": cost.flops,
+            "bytes sent": cost.bytes_sent,
+            "bytes received": cost.bytes_received,
+            "collectives": cost.collectives,
+            "messages": cost.messages,
+            "bytes of gradients sent": cost.gradients.bytes_sent,
+            "bytes of gradients received": cost.gradients.bytes_received,
+            "collectives of gradients": cost.gradients.collectives,
+            **{f"bytes of {kind}": size for kind, size in cost.stored.items()},
+            "bytes stored in total": sum(cost.stored.values()),
+            "bytes stored in total, with AdamW for all": 4 * cost.stored["weights"],  # with gradients and two moments
         },
         "modelled": {
-            "limited by": found.limited_by,
-            **_seconds(found),
-            "bytes of buffers in the step": found.exchange,
-            "bytes of NCCL's buffers": found.nccl,
-            "bytes in total": sum(found.stored.values()) + found.exchange + found.nccl,
-            "kernel launches": found.launches,
-            "bytes that elementwise kernels move": found.elementwise_bytes,
+            "limited by": cost.limited_by,
+            **_seconds(cost),
+            "bytes of buffers in the step": cost.exchange,
+            "bytes of NCCL's buffers": cost.nccl,
+            "bytes in total": sum(cost.stored.values()) + cost.exchange + cost.nccl,
+            "kernel launches": cost.launches,
+            "bytes that elementwise kernels move": cost.elementwise_bytes,
         },
-        "rates": asdict(found.rates),
-        "kinds": _kinds(weights, found, owners),
+        "rates": asdict(cost.rates),
+        "kinds": _kinds(weights, cost, owners),
         "flops_by_rank": [plan.loads[rank] for rank in plan.ranks],
         "owners": owners,
     }
@@ -201,46 +201,46 @@ def load_rates(path: Path) -> DeviceRates:
     Raises:
         FileError: the file is no JSON object, a name is unknown, or a rate is no positive number.
     """
-    known = asdict(DeviceRates())
-    content = {**known, **read_json(path, needed='rates such as {"flops": 4e14, "wire": 2.5e10}')}
-    form = only(dict.fromkeys(known, POSITIVE))
+    defaults = asdict(DeviceRates())
+    content = {**defaults, **read_json(path, needed='rates such as {"flops": 4e14, "wire": 2.5e10}')}
+    form = only(dict.fromkeys(defaults, POSITIVE))
     check_form(str(path), content, form, "Correct the file or leave --rates out", kind=FileError)
     return DeviceRates(**content)
 
 
-def _seconds(found: Forecast) -> dict[str, dict[str, float]]:
+def _seconds(cost: Forecast) -> dict[str, dict[str, float]]:
     """Return the times of a step, of its parts, and of torch's optimizers, each with slow and with fast products."""
-    published, best = found.parts(), found.parts(published=False)
-    ends = {"seconds": (found.seconds, found.best_seconds)}
+    published, best = cost.parts(), cost.parts(published=False)
+    ends = {"seconds": (cost.seconds, cost.best_seconds)}
     ends |= {f"seconds of the {part}": (published[part], best[part]) for part in best}
-    torchs = found.seconds_of_torch(), found.seconds_of_torch(published=False)
+    torchs = cost.seconds_of_torch(), cost.seconds_of_torch(published=False)
     ends["seconds of torch.optim.Muon, without communication"] = torchs
-    ends["seconds of torch.optim.AdamW for all parameters"] = 2 * (found.seconds_of_adamw(),)
+    ends["seconds of torch.optim.AdamW for all parameters"] = 2 * (cost.seconds_of_adamw(),)
     return {name: {"products as published": slow, "products at best": fast} for name, (slow, fast) in ends.items()}
 
 
-def _kinds(weights: Sequence[Weight], found: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:
+def _kinds(weights: Sequence[Weight], cost: Forecast, owners: dict[str, list[int]]) -> list[dict[str, Any]]:
     """Return one entry for each kind of parameters: equal names, apart from the layer's number, and equal shapes."""
-    numbers = {parameter.name: number for number, parameter in enumerate(found.plan.parameters)}
+    numbers = {parameter.name: number for number, parameter in enumerate(cost.plan.parameters)}
     alike: dict[tuple[str, tuple[int, ...]], list[Weight]] = {}
     for weight in weights:
         alike.setdefault((starred(weight.name), weight.layout.shape), []).append(weight)
     kinds = []
-    for (name, shape), some in alike.items():
-        of = [numbers[weight.name] for weight in some if weight.matrices is not None]
-        who = [owner for weight in some for owner in owners.get(weight.name, ())]
+    for (name, shape), layers in alike.items():
+        of = [numbers[weight.name] for weight in layers if weight.matrices is not None]
+        who = [owner for weight in layers for owner in owners.get(weight.name, ())]
         kinds.append(
             {
                 "name": name,
-                "count": len(some),
+                "count": len(layers),
                 "shape": list(shape),
                 "algorithm": "muon" if of else "adamw",
-                "split": some[0].matrices,
-                "layout": some[0].layout.describe(),
+                "split": layers[0].matrices,
+                "layout": layers[0].layout.describe(),
                 "matrices": len(who),
                 "owners": len(set(who)),
-                "flops": sum(sum(found.plan.parameters[number].flops) for number in of),
-                "bytes sent": sum(found.traffic.sent[number] for number in of) * WIRE,
+                "flops": sum(sum(cost.plan.parameters[number].flops) for number in of),
+                "bytes sent": sum(cost.traffic.sent[number] for number in of) * WIRE,
             }
         )
     return kinds

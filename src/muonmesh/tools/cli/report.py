@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, TEXT, Kind, check_form, one_of
+from muonmesh.checkpoint.form import FINITE, POSITIVE, SIZE, TEXT, ValueKind, check_form, one_of
 from muonmesh.errors import FileError
 from muonmesh.files import read_text, write_text, writing
 from muonmesh.table import aligned
@@ -34,7 +34,7 @@ METRICS_FILE = "metrics.jsonl"
 TIMES = ("step_seconds", "forward_backward_seconds", "optimizer_seconds")
 OF_BOTH = {"run": one_of(get_args(Optimizer)), "step": SIZE, "seconds": FINITE}
 OF_A_STEP = {**OF_BOTH, "tokens": SIZE, "loss": FINITE, **dict.fromkeys(TIMES, FINITE)}
-OF_A_STEP |= {"step": Kind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
+OF_A_STEP |= {"step": ValueKind("a whole number of at least 1", lambda step: SIZE.holds(step) and step > 0)}
 OF_A_STEP |= {"step_seconds": POSITIVE}  # the report divides by both
 OF_A_VALIDATION = {**OF_BOTH, "validation_loss": FINITE, "optimizer": ({TEXT: (FINITE, None)}, None)}
 
@@ -61,9 +61,9 @@ def cut_metrics(directory: Path, run: str, step: int) -> float:
     Raises:
         FileError: the file is damaged, or cannot be written; the file is unchanged.
     """
-    kept = [r for r in read_metrics(directory) if r["run"] != run or r["step"] <= step]
-    write_text(directory / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
-    return max((float(record["seconds"]) for record in kept if record["run"] == run), default=0.0)
+    records = [r for r in read_metrics(directory) if r["run"] != run or r["step"] <= step]
+    write_text(directory / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in records))
+    return max((float(record["seconds"]) for record in records if record["run"] == run), default=0.0)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
@@ -87,8 +87,8 @@ def _read(path: Path, number: int, line: str) -> dict[str, Any]:
         record = None
     form = OF_A_STEP if isinstance(record, dict) and "loss" in record else OF_A_VALIDATION
     write = "Remove the line, or bring an undamaged copy"
-    found: dict[str, Any] = check_form(f"{path}: line {number}", record, form, write, kind=FileError)
-    return found
+    checked: dict[str, Any] = check_form(f"{path}: line {number}", record, form, write, kind=FileError)
+    return checked
 
 
 WARM_UP_STEPS = 3  # speeds and shares leave these out, since they allocate memory and make plans
@@ -243,14 +243,14 @@ def _summarise(name: Optimizer, records: Sequence[dict[str, Any]]) -> TrainingSu
 
 def _groups(figures: Mapping[str, float | None]) -> dict[str, dict[str, float | None]]:
     """Return the figures of `Muon.metrics` by group and name, with the RMS of the weights."""
-    found: dict[str, dict[str, float | None]] = {}
+    groups: dict[str, dict[str, float | None]] = {}
     for key, value in figures.items():
         group, _, name = key.rpartition("/")
-        found.setdefault(group, {})[name] = value
-    for each in found.values():
-        if (update := each.get("update_rms")) and (ratio := each.get("update_to_weight")):
-            each["weight_rms"] = update / ratio
-    return found
+        groups.setdefault(group, {})[name] = value
+    for group_figures in groups.values():
+        if (update := group_figures.get("update_rms")) and (ratio := group_figures.get("update_to_weight")):
+            group_figures["weight_rms"] = update / ratio
+    return groups
 
 
 REPORT_FILE, FIGURES_FILE = "report.html", "report.json"
@@ -342,8 +342,8 @@ def _group_rows(summary: TrainingSummary) -> list[list[str]]:
     """Return a row for each param group, with its figures at the last validation."""
     columns = {"lr": "last learning rate", **{f"{of}_rms": f"RMS of {of}" for of in ("update", "weight", "gradient")}}
     rows = [["group", *columns.values()]]
-    for name, found in summary.groups.items():
-        rows.append([name, *("" if found.get(key) is None else f"{found[key]:.3g}" for key in columns)])
+    for name, figures in summary.groups.items():
+        rows.append([name, *("" if figures.get(key) is None else f"{figures[key]:.3g}" for key in columns)])
     return rows
 
 
@@ -352,7 +352,7 @@ def _table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
     lines = []
     for number, (first, *cells) in enumerate(rows):
         cell = "th" if kind and not number else "td"
-        others = "".join(f"<{cell}>{escape(each)}</{cell}>" for each in cells)
+        others = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells)
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{others}</tr>')
     return f'<section><table class="{kind}">{"".join(lines)}</table></section>'
 
@@ -374,11 +374,13 @@ def _picture(summaries: Sequence[TrainingSummary], along: str, label: str) -> st
             places = [getattr(point, along) for point in summary.train[width - 1 :]]
             axes.plot(places, losses, color=colour, alpha=0.4, linewidth=0.8)
             places = [getattr(point, along) for point in summary.validation]
-            told = f"{LABELS[summary.name]}: validation {summary.final_validation_loss:.3f} (thin: training)"
+            legend = f"{LABELS[summary.name]}: validation {summary.final_validation_loss:.3f} (thin: training)"
             validated = [point.loss for point in summary.validation]
-            axes.plot(places, validated, color=colour, marker="o", markersize=3, label=told)
+            axes.plot(places, validated, color=colour, marker="o", markersize=3, label=legend)
         # Losses above the second validation show only the fall from random weights, where the curves look equal.
-        axes.set_ylim(top=max(point.loss for some in summaries for point in some.validation[1:] or some.validation))
+        axes.set_ylim(
+            top=max(point.loss for training in summaries for point in training.validation[1:] or training.validation)
+        )
         axes.set(xlabel=label, ylabel="loss [nats per token]")
         axes.legend(frameon=False)
         written = io.StringIO()

@@ -35,13 +35,13 @@ from muonmesh.tools.cli.run_settings import (
 from muonmesh.tools.cli.terminal import complain, make_console, note, say, shell_line
 
 
-def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> tuple[Settings, bool]:
+def settings_of(values: dict[str, Any], resume: str | None, given_options: set[str]) -> tuple[Settings, bool]:
     """Return the settings of a run, and whether the run exists and continues.
 
     Args:
         values: The values of all options that are settings. For None and "auto", the machine decides.
         resume: The value of ``--resume``.
-        given: The names of the options that the user gave.
+        given_options: The names of the options that the user gave.
 
     Raises:
         ValueError: an option has a wrong value, or contradicts another option.
@@ -53,35 +53,35 @@ def settings_of(values: dict[str, Any], resume: str | None, given: set[str]) -> 
         )
     if resume is None or (resume == "auto" and not (run / CONFIG_FILE).is_file()):
         return _new(values), False
-    return _resumed(run, values, given), True
+    return _resumed(run, values, given_options), True
 
 
 def _new(values: dict[str, Any]) -> Settings:
     """Return the settings of a new run, with values for all options that the machine decides."""
-    found = {**values, "data": tuple(values["data"] or ())}
+    resolved = {**values, "data": tuple(values["data"] or ())}
 
     def resolve(name: str, value: Any) -> None:
-        found[name] = value if found[name] in (None, "auto") else found[name]
+        resolved[name] = value if resolved[name] in (None, "auto") else resolved[name]
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     resolve("device", "cuda" if gpus else "cpu")
-    on_gpus = found["device"] == "cuda"
+    on_gpus = resolved["device"] == "cuda"
     if on_gpus and not gpus:
         raise ValueError("--device cuda: found no GPU. Write: --device cpu")
     resolve("ranks", gpus if on_gpus else 2)
-    ranks, steps = found["ranks"], found["steps"]
+    ranks, steps = resolved["ranks"], resolved["steps"]
     if on_gpus and ranks > gpus:
         raise ValueError(f"--ranks {ranks}: found {gpus} GPUs, and each rank needs one. Write: --ranks {gpus}")
-    resolve("dtype", "bf16" if _has_bf16(found["device"]) else "fp32")
-    parts = max(1, ranks * found["grad_accum"])
+    resolve("dtype", "bf16" if _has_bf16(resolved["device"]) else "fp32")
+    parts = max(1, ranks * resolved["grad_accum"])
     resolve("batch", -(-Settings.batch // parts) * parts)
     resolve("warmup", steps // 10)
     resolve("eval_every", max(1, steps // 20))
-    resolve("out", Path("runs") / f"{Path(found['model']).stem}-{datetime.now():%Y%m%d-%H%M%S}")
-    return Settings(**{**found, "out": str(found["out"])})
+    resolve("out", Path("runs") / f"{Path(resolved['model']).stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    return Settings(**{**resolved, "out": str(resolved["out"])})
 
 
-def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
+def _resumed(run: Path, values: dict[str, Any], given_options: set[str]) -> Settings:
     """Return the settings of a run that continues, with the changes that are allowed.
 
     Raises:
@@ -90,14 +90,14 @@ def _resumed(run: Path, values: dict[str, Any], given: set[str]) -> Settings:
     before = load_settings(run, out=str(run))
     if (out := values.get("out")) is not None and out.resolve() != run.resolve():
         raise ValueError(f"--resume {run}: found --out {out}; needed the directory of that run. Leave it out")
-    for name in sorted(given & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
+    for name in sorted(given_options & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
         value = tuple(values[name]) if isinstance(values[name], list) else values[name]
         if value not in ("auto", getattr(before, name)):
             raise ValueError(
                 f"--resume {run}: found {option(name)} {value}, and {getattr(before, name)} in that run; needed the "
                 "same. Leave it out, or start a new run"
             )
-    return replace(before, **{name: values[name] for name in given & MAY_CHANGE_ON_RESUME})
+    return replace(before, **{name: values[name] for name in given_options & MAY_CHANGE_ON_RESUME})
 
 
 def _has_bf16(device: str) -> bool:
@@ -195,8 +195,8 @@ def continuation(run: Path, settings: Settings) -> str:
     """Return the sentence that says how to continue a run that has stopped, and from which step."""
     latest = {name: latest_step(checkpoints_of(run, name)) for name in settings.optimizers}
     name = next((name for name, step in latest.items() if step != settings.steps), settings.optimizers[-1])
-    where = f"from step {latest[name]}" if latest[name] else "from the start, since it has no checkpoint"
-    return f"Continue {name} {where}: {shell_line('train', '--resume', run)}"
+    beginning = f"from step {latest[name]}" if latest[name] else "from the start, since it has no checkpoint"
+    return f"Continue {name} {beginning}: {shell_line('train', '--resume', run)}"
 
 
 def _environment(settings: Settings, parameters: str) -> dict[str, Any]:

@@ -48,13 +48,13 @@ def locked(run: Path, *, option: str) -> Iterator[None]:
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
         try:
-            held = lock.acquire()
+            acquired = lock.acquire()
         except Timeout as error:
             raise FileError(
                 f"{option} {run}: another process is training there; needed a directory of its own for each run. Wait "
                 "for its end, or write another --out"
             ) from error
-    with held:
+    with acquired:
         if option == "--out":
             check_new(run)
         yield
@@ -84,8 +84,8 @@ def record_failure(run: Path, rank: int, error: BaseException) -> None:
 
 def first_failure(run: Path) -> str | None:
     """Return the first error that a rank has written, which caused the others; None if there is no error."""
-    found = []
+    failures = []
     for file in (run / FOLDER).glob("*"):
         with contextlib.suppress(OSError, ValueError):  # unused reserved space is no JSON
-            found.append(json.loads(file.read_text()))
-    return min(found)[1] if found else None
+            failures.append(json.loads(file.read_text()))
+    return min(failures)[1] if failures else None

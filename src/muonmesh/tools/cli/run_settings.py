@@ -41,14 +41,14 @@ class Option:
     Attributes:
         help: The help text.
         panel: The heading above the help text; None for the common heading.
-        asked: The type on the command line, if the machine or other options decide the value of a missing option.
+        parsed: The type on the command line, if the machine or other options decide the value of a missing option.
         least, most: The smallest value of a whole number, and the largest value of any number.
         positive: Whether a number must be above zero.
     """
 
     help: str
     panel: str | None
-    asked: Any = None
+    parsed: Any = None
     least: int = 1
     most: float = MOST
     positive: bool = False
@@ -63,7 +63,7 @@ class Option:
         if origin is tuple:
             if not isinstance(value, tuple):
                 return "a list"
-            return next((f"a list, each {why}" for each in value if (why := self.needed(inner[0], each))), "")
+            return next((f"a list, each {why}" for entry in value if (why := self.needed(inner[0], entry))), "")
         if kind in PLAIN:
             return "" if isinstance(value, kind) and "\0" not in str(value) else PLAIN[kind]
         if kind is float:
@@ -91,7 +91,7 @@ def setting(default: Any, panel: str | None, help: str, **of_values: Any) -> Any
 def declared(kind: Any) -> dict[str, tuple[Any, Option]]:
     """Return the type and the option of each field of a class whose fields are declared by `setting`, by name."""
     types_of = get_type_hints(kind)
-    return {each.name: (types_of[each.name], each.metadata["option"]) for each in fields(kind)}
+    return {attribute.name: (types_of[attribute.name], attribute.metadata["option"]) for attribute in fields(kind)}
 
 
 def check_fields_of(values: Any) -> None:
@@ -122,7 +122,7 @@ class Settings:
         (),
         WHAT,
         "Files, folders or globs of text. You can repeat this option. Default: the Python standard library.",
-        asked=list[str] | None,
+        parsed=list[str] | None,
     )
     model: str = setting(
         "small",
@@ -140,7 +140,10 @@ class Settings:
     )
     steps: int = setting(600, HOW, "The number of optimizer steps.", most=99_999_999)  # digits of a checkpoint's name
     batch: int = setting(
-        16, HOW, "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.", asked=int | None
+        16,
+        HOW,
+        "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.",
+        parsed=int | None,
     )
     grad_accum: int = setting(1, HOW, "Forward and backward passes per step (gradient accumulation).")
     lr: float = setting(
@@ -150,27 +153,27 @@ class Settings:
     schedule: ScheduleName = setting(
         "cosine", HOW, "The schedule after warmup. wsd is constant, then decays in the last fifth."
     )
-    warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", asked=int | None, least=0)
+    warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", parsed=int | None, least=0)
     weight_decay: float = setting(0.1, HOW, "Decoupled weight decay of matrices. Vectors are not decayed.")
     clip: float = setting(1.0, HOW, "Clip the gradients of AdamW's weights to this norm. 0 turns clipping off.")
     seed: int = setting(0, HOW, "The seed of weights, data order and dropout.", least=0, most=2**63 - 1)
-    ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", asked=int | None)
+    ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", parsed=int | None)
     parallel: Parallel = setting(
         "fsdp",
         WHERE,
         "How to distribute the model: fsdp shards it (FSDP2), ddp replicates it, hsdp shards each of two replicas.",
     )
-    device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", asked=Literal["auto", "cpu", "cuda"])
+    device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", parsed=Literal["auto", "cpu", "cuda"])
     dtype: Dtype = setting(
         "bf16",
         WHERE,
         "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
-        asked=Literal["auto", "bf16", "fp32"],
+        parsed=Literal["auto", "bf16", "fp32"],
     )
     timeout: int = setting(0, WHERE, "Seconds that a rank waits for the others. 0: torch's own limit.", least=0)
-    out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", asked=Path | None)
+    out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", parsed=Path | None)
     eval_every: int = setting(
-        30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", asked=int | None
+        30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", parsed=int | None
     )
     eval_sequences: int = setting(128, OUTPUT, "Held-out sequences per validation.")
     checkpoint_every: int = setting(
@@ -220,8 +223,8 @@ class Settings:
     @property
     def digest(self) -> str:
         """A digest of the settings that may not change during a run."""
-        kept = {name: value for name, value in asdict(self).items() if name not in {*MAY_CHANGE_ON_RESUME, "out"}}
-        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+        fixed = {name: value for name, value in asdict(self).items() if name not in {*MAY_CHANGE_ON_RESUME, "out"}}
+        return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
 
     @property
     def directory(self) -> Path:
@@ -252,10 +255,10 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     path = directory / CONFIG_FILE
     content = load_config(directory)
     began = content.pop("environment").get("digest")
-    known = {field.name for field in fields(Settings)}
-    for name in sorted(known ^ content.keys()):
-        found = f"no {name!r}" if name in known else f"{name!r}, which means nothing"
-        raise FileError(f"{path}: found {found}; needed the file as the run wrote it")
+    names = {field.name for field in fields(Settings)}
+    for name in sorted(names ^ content.keys()):
+        problem = f"no {name!r}" if name in names else f"{name!r}, which means nothing"
+        raise FileError(f"{path}: found {problem}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
         settings = Settings(**values)

@@ -95,13 +95,13 @@ class Lasting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _last(self, call: Callable[..., object], *given: str) -> None:
+    def _last(self, call: Callable[..., object], *arguments: str) -> None:
         """Call a method of the stream; on an OSError, redirect the stream's file descriptor to os.devnull.
 
         The redirection also discards the buffer that Python flushes at its end.
         """
         try:
-            call(*given)
+            call(*arguments)
         except OSError as error:
             self.full = error.errno in FULL
             with contextlib.suppress(OSError, ValueError):

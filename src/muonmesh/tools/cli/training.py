@@ -56,14 +56,14 @@ def learning_rate_factor(step: int, *, name: ScheduleName, steps: int, warmup: i
     """
     if step <= warmup:
         return step / warmup
-    done = (step - 1 - warmup) / (steps - warmup)  # 0 at the first step after warmup, below 1 at the last
+    progress = (step - 1 - warmup) / (steps - warmup)  # 0 at the first step after warmup, below 1 at the last
     match name:
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * done))
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
         case "linear":
-            return 1.0 - done
+            return 1.0 - progress
         case "wsd":
-            return min(1.0, (1.0 - done) / WSD_DECAY_SHARE)
+            return min(1.0, (1.0 - progress) / WSD_DECAY_SHARE)
         case "constant":
             return 1.0
 
@@ -109,8 +109,10 @@ def optimizers_of(name: Optimizer, groups: mm.ParamGroups, settings: Settings) -
     if name == "muon":
         return saved, saved
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in saved.param_groups]
-    known = saved.defaults
-    adamw = torch.optim.AdamW(plain, lr=known["lr"], betas=known["adamw_betas"], eps=known["adamw_eps"], fused=True)
+    defaults = saved.defaults
+    adamw = torch.optim.AdamW(
+        plain, lr=defaults["lr"], betas=defaults["adamw_betas"], eps=defaults["adamw_eps"], fused=True
+    )
     adamw.state = saved.state
     return adamw, saved
 
@@ -153,9 +155,9 @@ class Training:
         step = self.checkpoints.latest()
         if step is not None:
             if step > self.settings.steps:
-                found, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
+                problem, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
                 write = "Move the checkpoint away"
-                raise FileError(explain_error(str(self.checkpoints.directory), found, needed, write))
+                raise FileError(explain_error(str(self.checkpoints.directory), problem, needed, write))
             self.checkpoints.load(step, self.model, self.saved)
             self.start = step
 
@@ -189,12 +191,12 @@ class Training:
     def evaluate(self) -> float:
         """Return the mean loss over the held-out sequences, the same in every call. The ranks share the sequences."""
         size = self.settings.micro_batch
-        mine = self.validation_windows[self.rank :: self.world]
+        windows = self.validation_windows[self.rank :: self.world]
         most = -(-len(self.validation_windows) // self.world)  # FSDP2 needs equally many forwards on all ranks
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._evaluating() as inner:
             for first in range(0, most, size):
-                batch = mine[first : first + size]
+                batch = windows[first : first + size]
                 loss = self._loss(inner, batch if len(batch) else self.validation_windows[:1])
                 total += loss.double() * len(batch)
         dist.all_reduce(total)
@@ -232,13 +234,13 @@ class Training:
         seed = np.random.SeedSequence([settings.seed, step, self.rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))  # dropout, the same whether or not the run was interrupted
 
-        began = self._now()
+        began = self._synchronized_time()
         loss = self._accumulate(step)
-        computed = self._now()
+        computed = self._synchronized_time()
         squares = self._gradient_squares()
-        begun = self._now()
+        begun = self._synchronized_time()
         self._update()
-        updated = self._now()
+        updated = self._synchronized_time()
         flags = (torch.full_like(loss, float(flag)) for flag in (stop.requested, self.unwritten is not None))
         status = torch.stack([loss / self.world, squares, *flags])
         dist.all_reduce(status)
@@ -246,20 +248,20 @@ class Training:
         if unwritten:
             on_first_rank(self._need_written)
         self._need_finite("loss", step, mean)
-        seconds = self._now() - began
+        seconds = self._synchronized_time() - began
         self.seconds += seconds
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         norm = math.sqrt(squared) if math.isfinite(squared) else None
         times = dict(zip(TIMES, (seconds, computed - began, updated - begun), strict=True))
         self._append(step, loss=mean, lr=lr, gradient_norm=norm, **times)
-        now = time.monotonic()
-        if self.rank == 0 and (step == settings.steps or now - self.printed >= LONGEST_SILENCE):
-            self.printed = now
-            told = f"lr {lr:.2g}, gradient norm {squared**0.5:.2g}, {settings.tokens_per_step / seconds:,.0f} tok/s"
-            say(f"{self.name:>5} {step}/{settings.steps} loss {mean:.3f}{self.validated}, {told}")
+        monotonic = time.monotonic()
+        if self.rank == 0 and (step == settings.steps or monotonic - self.printed >= LONGEST_SILENCE):
+            self.printed = monotonic
+            progress = f"lr {lr:.2g}, gradient norm {squared**0.5:.2g}, {settings.tokens_per_step / seconds:,.0f} tok/s"
+            say(f"{self.name:>5} {step}/{settings.steps} loss {mean:.3f}{self.validated}, {progress}")
         return bool(stop_flags > 0)
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         """Wait until the device has finished its work, and return the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -290,7 +292,7 @@ class Training:
     def _gradient_squares(self) -> Tensor:
         """Return the share of this rank in the squared norm of the gradients, before they are clipped; 0-d fp64."""
         copies = {"ddp": self.world, "hsdp": REPLICAS, "fsdp": 1}[self.settings.parallel]
-        gradients = [local_of(each.grad) for each in self.model.parameters() if each.grad is not None]
+        gradients = [local_of(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         return sums_of_squares(gradients).sum() / copies
 
     def _update(self) -> None:
@@ -326,9 +328,9 @@ class Training:
     def _append(self, step: int, **figures: Any) -> None:
         if self.rank == 0 and self.unwritten is None:
             tokens = step * self.settings.tokens_per_step
-            where = self.settings.directory
+            directory = self.settings.directory
             try:
-                append_metrics(where, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
+                append_metrics(directory, run=self.name, step=step, tokens=tokens, seconds=self.seconds, **figures)
             except FileError as error:
                 self.unwritten = error  # the other ranks wait in a collective, so all of them raise it at the next
 
@@ -337,16 +339,16 @@ class Training:
         if self.unwritten is not None:
             raise self.unwritten
 
-    def _need_finite(self, what: str, step: int, loss: float) -> None:
+    def _need_finite(self, measured: str, step: int, loss: float) -> None:
         """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
         if math.isfinite(loss):
             return
-        settings, last = self.settings, self.checkpoints.kept
-        kept = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
+        settings, last = self.settings, self.checkpoints.last_step
+        assurance = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
         rate = option("lr" if self.name == "muon" else "adamw_lr")
         raise FileError(
-            f"{self.name}: the {what} of step {step} is {loss}; needed a finite one. {kept}. Start a new run with a "
-            f"lower {rate} (this one's is {settings.lr_of(self.name):g})"
+            f"{self.name}: the {measured} of step {step} is {loss}; needed a finite one. {assurance}. Start a new run "
+            f"with a lower {rate} (this one's is {settings.lr_of(self.name):g})"
         )
 
     def _settle_buckets(self) -> None:
@@ -391,16 +393,18 @@ def work(run: Path) -> None:
     lock.close()
 
 
-def insist_on_the_same(run: Path, given: Mapping[str, Any]) -> None:
+def insist_on_the_same(run: Path, own_values: Mapping[str, Any]) -> None:
     """Check that all ranks have the same values. Called on all ranks.
 
     Raises:
         FileError: on every rank: values differ; the message names the first.
     """
-    everyone = gather_objects(given)
-    if (found := first_difference(everyone)) is not None:
-        values = ", ".join(repr(other.get(found[0])) for other in everyone)
-        raise FileError(f"{run}: the ranks were given different {found[0]}: {values}; needed the same on each of them")
+    everyone = gather_objects(own_values)
+    if (difference := first_difference(everyone)) is not None:
+        values = ", ".join(repr(other.get(difference[0])) for other in everyone)
+        raise FileError(
+            f"{run}: the ranks were given different {difference[0]}: {values}; needed the same on each of them"
+        )
 
 
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:
@@ -442,8 +446,8 @@ def train(name: Optimizer, settings: Settings, corpus: Corpus, device: torch.dev
     # All ranks meet here. Ctrl-C must not kill one rank while another already takes it as a request to stop.
     on_first_rank(write)
     stop.install()
-    done = training.run(stop)
-    if done:
+    finished = training.run(stop)
+    if finished:
         sample = training.sample()
         on_first_rank(lambda: write_text(run / f"sample-{name}.txt", f"{sample}\n"))
-    return done
+    return finished

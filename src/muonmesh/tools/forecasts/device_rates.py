@@ -78,7 +78,7 @@ class Timed:
     def limited_by(self) -> str:
         """The slowest of `parts`, such as "network"; "host or device" if this depends on the speed of products."""
         times = self.parts(published=False), self.parts()
-        return " or ".join(dict.fromkeys(max(some, key=some.__getitem__) for some in times))
+        return " or ".join(dict.fromkeys(max(parts, key=parts.__getitem__) for parts in times))
 
     @property
     def best_seconds(self) -> float:

@@ -35,7 +35,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
-from muonmesh.numerics.kernels.table import SMALL_COLS, SMALL_ROWS
+from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
@@ -158,8 +158,8 @@ class Forecast(Timed):
         flops = [STEPS * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
         weights = [self.rates.weight_of(rows * rows, by_triton=False) for rows, _ in shapes]
         products = sum(map(operator.mul, flops, weights)) / self.rates.published
-        each = LAUNCHES_OF_TORCH * self.rates.operation + VIEWS_OF_TORCH * self.rates.view
-        return max(products if published else sum(flops) / self.rates.flops, len(shapes) * each)
+        seconds_each = LAUNCHES_OF_TORCH * self.rates.operation + VIEWS_OF_TORCH * self.rates.view
+        return max(products if published else sum(flops) / self.rates.flops, len(shapes) * seconds_each)
 
     def seconds_of_adamw(self) -> float:
         """Modelled seconds of fused torch.optim.AdamW for all parameters."""
@@ -199,9 +199,10 @@ def forecast(
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
     places = source.momentum_storages([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
-    own = _rule(rule)
+    chosen_rule = _rule(rule)
     parameters = [
-        muon_parameter(w.name, w.layout, w.matrices, p.layout, own) for w, p in zip(matrices, places, strict=True)
+        muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen_rule)
+        for w, p in zip(matrices, places, strict=True)
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
@@ -212,7 +213,7 @@ def forecast(
     moved = traffic(plan, rank)
     stored = sum(math.prod(p.target.local_shape(rank)) for p in parameters)
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
-    owned = tuple(number for number, one in enumerate(plan.assignments) if one.owner == rank)
+    owned = tuple(number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank)
     batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
     rounds, kernels, slow_flops = _products(plan, [*batches, moved.staying])
     assembled = sum(stage.numel for stage in moved.stages)
@@ -221,13 +222,13 @@ def forecast(
     launches = LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
-    left = sum(plan.assignments[number].matrix.numel for number in moved.staying)
+    staying_elements = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
-    momentum = _kept(own, plan, rank) * STATE
-    kept = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
-    kept["AdamW's moments"] = 2 * others * itemsize
+    momentum = _state_elements(chosen_rule, plan, rank) * STATE
+    stored_bytes = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
+    stored_bytes["AdamW's moments"] = 2 * others * itemsize
     # Gradient, momentum read and written, direction; result, weight read and written.
-    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + left)
+    elementwise_bytes = BYTES_OF_AN_OWNED_ELEMENT * (assembled + staying_elements)
     elementwise_bytes += BYTES_OF_AN_ASSEMBLED_ELEMENT * assembled
     elementwise_bytes += stored * (2 * itemsize + 2 * STATE + itemsize + 2 * WIRE) + others * ADAMW_PASSES * itemsize
     return Forecast(
@@ -235,7 +236,7 @@ def forecast(
         rank,
         owned,
         moved,
-        kept,
+        stored_bytes,
         step_memory(plan, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
@@ -252,15 +253,15 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    for some in (batch for numbers in buckets for batch in plan.alike(numbers)):
-        shape = plan.assignments[some[0]].matrix.shape
+    for alike in (batch for numbers in buckets for batch in plan.alike(numbers)):
+        shape = plan.assignments[alike[0]].matrix.shape
         method = resolve_method(*shape)
-        count = -(-len(some) // plan.batch_size(some[0], SQUARES[method]))
+        count = -(-len(alike) // plan.batch_size(alike[0], SQUARES[method]))
         rounds += count
         small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # then one launch does all steps
         kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
-        weight = DeviceRates.weight_of(len(some) / count * shape[0] ** 2, by_triton=True)
-        slow_flops += sum(plan.assignments[number].flops for number in some) * weight
+        weight = DeviceRates.weight_of(len(alike) / count * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(plan.assignments[number].flops for number in alike) * weight
     return rounds, kernels, slow_flops
 
 
@@ -319,11 +320,14 @@ def muon_parameter(
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    here, there = (Storage(some, layout.shape) for some in (layout, momentum or layout))
-    (kept,) = state_layouts_of(
-        rule.keeps(), [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), here, there, spec)]
+    storage, momentum_storage = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
+    (state_layouts,) = state_layouts_of(
+        rule.keeps(),
+        [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), storage, momentum_storage, spec)],
     )
-    beside = tuple(each.factored for each in kept.values() if each.factored is not None)
+    beside = tuple(
+        state_layout.factored for state_layout in state_layouts.values() if state_layout.factored is not None
+    )
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
@@ -343,21 +347,21 @@ def _rule(name: str) -> Rule:
         ValueError: there is no rule of this name, or it is no rule of matrices.
     """
     if not (is_known(name) and is_matrix_rule(name)):
-        needed = f"one of {', '.join(known for known in RULES if is_matrix_rule(known))}"
+        needed = f"one of {', '.join(registered for registered in RULES if is_matrix_rule(registered))}"
         write = "For a rule of your own, install a package that declares it under the entry points muonmesh.rules"
         raise ValueError(explain_error("rule", repr(name), needed, write))
     return by_defaults(cast(type[Rule], RULES[name]))
 
 
-def _kept(rule: Rule, plan: Plan, rank: int) -> int:
+def _state_elements(rule: Rule, plan: Plan, rank: int) -> int:
     """Return how many numbers of a rule's state a rank keeps."""
     kinds = list(rule.keeps().values())
-    found = 0
+    elements = 0
     for parameter in plan.parameters:
         places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
-        found += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
+        elements += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
         beside = (factored.layout for factored in parameter.factored_states if not factored.at_owner)
-        found += sum(math.prod(layout.local_shape(rank)) for layout in beside)
+        elements += sum(math.prod(layout.local_shape(rank)) for layout in beside)
     owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
     at_owner = [kind for kind in kinds if "×" in kind]
-    return found + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)
+    return elements + sum(math.prod(size_of(kind, matrix.rows, matrix.cols)) for matrix in owned for kind in at_owner)

@@ -19,22 +19,22 @@ def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> in
         squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
     """
     if plan.budget.host:
-        return _kept(moved.stages) * plan.budget.itemsize
+        return _host_elements(moved.stages) * plan.budget.itemsize
     peak = computing = _computing(plan, moved.staying, squares, beside=2)
     results, under_way = 0, [(0, 0)]  # elements of results that are sent and received, by exchange
-    for here, after in itertools.zip_longest(moved.stages, moved.stages[1:]):
-        mine, elements = list(itertools.chain.from_iterable(here.batches)), here.numel
+    for stage, after in itertools.zip_longest(moved.stages, moved.stages[1:]):
+        assignments, elements = list(itertools.chain.from_iterable(stage.batches)), stage.numel
         coming = 0 if after is None else _gathering(after)
-        in_squares, with_matrices, with_results = (_computing(plan, mine, squares, beside=n) for n in (0, 1, 2))
-        if here.gathers:
-            arrived = max(_gathering(here), 2 * elements + in_squares)
+        in_squares, with_matrices, with_results = (_computing(plan, assignments, squares, beside=n) for n in (0, 1, 2))
+        if stage.gathers:
+            arrived = max(_gathering(stage), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sum(under_way[0]))
         else:  # results of the previous bucket have arrived after the first portion
             peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
         peak = max(peak, elements + coming + _passed_on(under_way, results))
-        under_way = [(packed.sends, packed.receives) for packed in here.back] or [(0, 0)]
+        under_way = [(packed.sends, packed.receives) for packed in stage.back] or [(0, 0)]
         peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
-        if not here.fits:  # all exchanges but the last one are over before the next bucket is computed
+        if not stage.fits:  # all exchanges but the last one are over before the next bucket is computed
             peak = max(peak, _passed_on(under_way, elements) + coming)
             under_way = under_way[-1:]
         results = elements
@@ -54,29 +54,29 @@ def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
     until nothing else is sent.
     """
     most, sizes = 0, [sent for sent, _ in exchanges]
-    for turn in range(1, len(exchanges)):
-        results = elements if any(size != sizes[turn - 1] for size in sizes[turn:]) else 0
-        most = max(most, exchanges[turn - 1][1] + sum(exchanges[turn]) + results)
+    for number in range(1, len(exchanges)):
+        results = elements if any(size != sizes[number - 1] for size in sizes[number:]) else 0
+        most = max(most, exchanges[number - 1][1] + sum(exchanges[number]) + results)
     return most
 
 
 def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
     """Return the most elements in use at once by equal matrices: their squares, and ``beside`` times the matrices."""
     most = 0
-    for some in plan.alike(numbers):
-        rows, cols = plan.assignments[some[0]].matrix.shape
-        count = squares(some[0])
-        at_once = min(len(some), plan.batch_size(some[0], count))
-        most = max(most, at_once * (count * rows * rows + beside * rows * cols))
+    for alike in plan.alike(numbers):
+        rows, cols = plan.assignments[alike[0]].matrix.shape
+        count = squares(alike[0])
+        batch = min(len(alike), plan.batch_size(alike[0], count))
+        most = max(most, batch * (count * rows * rows + beside * rows * cols))
     return most
 
 
-def _kept(stages: Sequence[Stage]) -> int:
+def _host_elements(stages: Sequence[Stage]) -> int:
     """Return the elements that a CPU keeps: two buffers of each kind, because buckets and exchanges take turns."""
-    found = 0
-    for turn in (stages[::2], stages[1::2]):
-        found += max(map(_gathering, turn), default=0)
-        found += max((stage.numel for stage in turn), default=0)
-        backs = [stage.back for stage in turn if stage.back]
-        found += max((max(p.sends for p in back) + max(p.receives for p in back) for back in backs), default=0)
-    return found
+    elements = 0
+    for alternate in (stages[::2], stages[1::2]):
+        elements += max(map(_gathering, alternate), default=0)
+        elements += max((stage.numel for stage in alternate), default=0)
+        backs = [stage.back for stage in alternate if stage.back]
+        elements += max((max(p.sends for p in back) + max(p.receives for p in back) for back in backs), default=0)
+    return elements

@@ -69,27 +69,31 @@ class StateKeys:
         """
         is_adamw = self.second in entry
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
-        held = {key: entry.get(key) for key in needed}
-        missing = [key for key, value in held.items() if not (isinstance(value, Tensor) and value.dtype in HELD_DTYPES)]
+        tensors = {key: entry.get(key) for key in needed}
+        missing = [
+            key for key, value in tensors.items() if not (isinstance(value, Tensor) and value.dtype in HELD_DTYPES)
+        ]
         if missing:
             kinds = {str(key): getattr(value, "dtype", type(value).__name__) for key, value in entry.items()}
-            found = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
-            wanted = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, "
+            problem = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
+            required = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, "
             write = "Save the state after a step, and convert other dtypes with .float()"
-            raise StateError(explain_error(name, found, f"{wanted}in {NEEDED_HELD}", write))
+            raise StateError(explain_error(name, problem, f"{required}in {NEEDED_HELD}", write))
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
-            found = f"{strangers[0]!r} in its state, which belongs to another rule"
+            problem = f"{strangers[0]!r} in its state, which belongs to another rule"
             write = "Begin without that state: train on with a new optimizer, its settings from convert_settings"
-            raise StateError(explain_error(name, found, f"{', '.join(needed)} and a count of steps alone", write))
+            raise StateError(explain_error(name, problem, f"{', '.join(needed)} and a count of steps alone", write))
         if not is_adamw:
             momentum = entry[self.momentum].detach()
             return ParameterState("muon", {"momentum_buffer": self._average(name, group, momentum)})
         count = _number(entry.get(self.count, group.get("step")))
         if count is None:
-            found = "no count of AdamW's steps"
-            wanted = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
-            raise StateError(explain_error(name, found, wanted, f'Write state["{self.count}"] = the number of steps'))
+            problem = "no count of AdamW's steps"
+            required = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
+            raise StateError(
+                explain_error(name, problem, required, f'Write state["{self.count}"] = the number of steps')
+            )
         step = step_count(count)
         state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
         return ParameterState("adamw", state)
@@ -99,8 +103,10 @@ class StateKeys:
             return momentum
         factor = _number(group.get(self.factor))
         if factor is None or factor >= 1:
-            found, needed = f"{self.factor} {factor} in its group", "μ in [0, 1), by which gradients were summed"
-            raise StateError(explain_error(name, found, needed, f'Write group["{self.factor}"] = 0.95, or what it was'))
+            problem, needed = f"{self.factor} {factor} in its group", "μ in [0, 1), by which gradients were summed"
+            raise StateError(
+                explain_error(name, problem, needed, f'Write group["{self.factor}"] = 0.95, or what it was')
+            )
         return momentum.to(torch.promote_types(momentum.dtype, torch.float32)) * (1 - factor)
 
 
@@ -143,26 +149,26 @@ class Package:
     beside: frozenset[str] = frozenset()
     state_keys: StateKeys = field(default_factory=StateKeys)
 
-    def read_group(self, given: Mapping[str, Any]) -> Halves:
+    def read_group(self, raw_group: Mapping[str, Any]) -> Halves:
         """Return the settings of muonmesh for a group of the package, or for its settings without parameters.
 
         Raises:
             ValueError: a key is unknown, or its value has no counterpart in muonmesh.
         """
-        rate = given.get("initial_lr", given.get("lr", self.defaults["lr"]))
-        group = {**self.defaults, **given, "lr": float(rate) if isinstance(rate, Tensor) else rate}
-        for key in [*given, *group]:  # a default under another name of the same setting comes last
+        rate = raw_group.get("initial_lr", raw_group.get("lr", self.defaults["lr"]))
+        group = {**self.defaults, **raw_group, "lr": float(rate) if isinstance(rate, Tensor) else rate}
+        for key in [*raw_group, *group]:  # a default under another name of the same setting comes last
             group.setdefault(_plain(key), group[key])
-        for key, value in given.items():
+        for key, value in raw_group.items():
             matters = key not in _DECAYS or group["weight_decay"]
             fine, write = WITHOUT.get(key, WITHOUT.get(_plain(key), (None, "")))
             if _plain(key) == "scale_mode":
                 fine, write = (*self.scales,), "Write one of them"
             if fine is None:
                 if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
-                    known = ", ".join(self.defaults)
-                    raise ValueError(explain_error("settings", f"{key!r}", f"some of {known}", "Correct or remove it"))
-            elif matters and not any(value is one or value == one for one in fine):
+                    names = ", ".join(self.defaults)
+                    raise ValueError(explain_error("settings", f"{key!r}", f"some of {names}", "Correct or remove it"))
+            elif matters and not any(value is allowed or value == allowed for allowed in fine):
                 needed = " or ".join(map(repr, fine))
                 raise ValueError(explain_error(key, f"{value!r}, which muonmesh has no counterpart for", needed, write))
         if "beta1" in group:
@@ -170,7 +176,7 @@ class Package:
         chosen = group.get("algorithm", group.get("use_muon"))
         read = {"muon": self._muon, "adamw": self._adamw}
         halves = {half: read[half](group) for half in (self.halves if chosen is None else _HALVES[chosen])}
-        shapes = [tuple(parameter.shape) for parameter in given.get("params", ())]
+        shapes = [tuple(parameter.shape) for parameter in raw_group.get("params", ())]
         vectors = bool(shapes) and all(sum(size > 1 for size in shape) <= 1 for shape in shapes)
         for half in halves.values():
             if vectors and half["weight_decay"] == 0:
@@ -178,8 +184,8 @@ class Package:
         return halves
 
     def _rate(self, half: str, group: Settings) -> Any:
-        given = (group.get(key) for key in (f"{half.removesuffix('w')}_lr", "lr"))
-        return next((rate for rate in given if rate is not None), self.rates.get(half))
+        candidates = (group.get(key) for key in (f"{half.removesuffix('w')}_lr", "lr"))
+        return next((rate for rate in candidates if rate is not None), self.rates.get(half))
 
     def _muon(self, group: Settings) -> Settings:
         return {

@@ -32,7 +32,7 @@ _JORDANS = {"muon": 0.02, "adamw": 3e-4}
 def _defaults_of(optimizer: type[Optimizer]) -> dict[str, Any]:
     """Return the settings of one of torch's optimizers with their defaults."""
     arguments = inspect.signature(optimizer).parameters.values()
-    return {each.name: each.default for each in arguments if each.name != "params"}
+    return {argument.name: argument.default for argument in arguments if argument.name != "params"}
 
 
 def _named(polynomial: Polynomial) -> str | list[Polynomial]:
@@ -203,14 +203,14 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
             outside = {"use_polar_express": _DIONS_ITERATIONS[iteration]}
         default = {"use_muon": True} if name == "deepspeed" else {}
         return name, [{**default, **group, **outside} for group in source.param_groups]
-    found = f"{type(source).__module__}.{type(source).__name__}"
+    problem = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
     write = "Write convert_settings(name, lr=..., ...) with the settings that you gave it, and "
     write += f"convert(source.state_dict(), optimizer, package=name); the names are {names}"
     if any(kind.__module__.startswith("muonmesh.") for kind in type(source).__mro__):
         write = "There is nothing to convert: write optimizer.load_state_dict(source.state_dict())"
     needed = "an optimizer that keeps its settings in its groups, of a package that is known"
-    raise TypeError(explain_error("source", found, needed, write))
+    raise TypeError(explain_error("source", problem, needed, write))
 
 
 def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
@@ -248,24 +248,24 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
                 raise TypeError(explain_error("rest", f"{type(group).__name__}", needed, "Write a dict"))
         return _merged(source, [PACKAGES[source].read_group({**settings, **group}) for group in rest or ({},)], source)
     if settings:
-        found = f"settings beside an optimizer: {', '.join(settings)}"
-        raise ValueError(explain_error("settings", found, "either", "Change what convert_settings returns"))
+        problem = f"settings beside an optimizer: {', '.join(settings)}"
+        raise ValueError(explain_error("settings", problem, "either", "Change what convert_settings returns"))
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
     if not any("adamw" in half for half in halves):
-        what = "from_model takes these settings, learning rate included, for AdamW too. Write "
-        warn(about(type(source).__name__, f"{what}convert_settings(muon, adamw), with the optimizer of the rest"))
+        message = "from_model takes these settings, learning rate included, for AdamW too. Write "
+        warn(about(type(source).__name__, f"{message}convert_settings(muon, adamw), with the optimizer of the rest"))
     return _merged(type(source).__name__, halves, owned[0][0])
 
 
-def _merged(where: str, groups: Sequence[Halves], name: str) -> Settings:
+def _merged(subject: str, groups: Sequence[Halves], name: str) -> Settings:
     """Return the settings for Muon and AdamW as arguments of `from_model`."""
-    muon = _agreed(f"{where}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
-    adamw = _agreed(f"{where}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
+    muon = _agreed(f"{subject}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
+    adamw = _agreed(f"{subject}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
     return {**muon, "adamw": adamw} if muon and adamw else muon or adamw
 
 
-def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
+def _agreed(subject: str, groups: list[Settings], name: str) -> Settings:
     """Return the settings that all groups of one algorithm have in common.
 
     Raises:
@@ -276,9 +276,9 @@ def _agreed(where: str, groups: list[Settings], name: str) -> Settings:
     for key in groups[0] if groups else ():
         values = {str(group.get(key)): None for group in groups}
         if len(values) > 1:
-            found, needed = f"{key} {' and '.join(values)}", "one for all of them"
+            problem, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
             write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
             write += "and pass the settings of the others as from_model(..., overrides={...})"
-            raise ValueError(explain_error(where, found, needed, write))
+            raise ValueError(explain_error(subject, problem, needed, write))
     return groups[0] if groups else {}

@@ -1,0 +1,135 @@
+"""Sites: the places where a model holds its parameters, and the role of a parameter at such a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from muonmesh.names import WRAPPERS
+
+# Plain data, nested: "whole", ("rows", 768, 768, 768), ("stack", ("transposed", "whole")), …; see docs/groups.md.
+Matrices = str | tuple[Any, ...]
+
+MuonOrAdamW = Literal["muon", "adamw"]
+Kind = Literal["matrices", "embeddings", "head", "vectors"]
+
+# Wrapper classes with the wrapped model in the child "module" (other modules may have a child of this name too). They
+# are listed by name, because Megatron, DeepSpeed and apex have such classes too.
+_HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a parameter is registered.
+
+    `name` is the canonical name, and `key` its last part. `owners` are the modules around the parameter, the innermost
+    first, each with its name in the next module; wrappers are left out.
+    """
+
+    name: str
+    key: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def module(self) -> nn.Module:
+        """The module in which the parameter is registered."""
+        return self.owners[0][1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter before sharding."""
+        return global_shape(self.parameter)
+
+    @property
+    def keys(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules around the parameter, the innermost first, each with the parameter's name in this module."""
+        key = self.key
+        for name, module in self.owners:
+            yield module, key
+            key = f"{name}.{key}"
+
+
+@dataclass(frozen=True)
+class Role:
+    """The algorithm that updates a parameter, the kind of its group, and the reason.
+
+    `matrices` is the parameter's split into matrices, even if AdamW updates it; None if unknown. `guess` is true if
+    a forward of the model could show another role, and has not been read.
+    """
+
+    algorithm: MuonOrAdamW
+    kind: Kind
+    reason: str
+    matrices: Matrices | None
+    guess: bool = False
+
+
+def parameter_sites(
+    module: nn.Module, path: tuple[str, ...] = (), owners: tuple[tuple[str, nn.Module], ...] = ()
+) -> Iterator[Site]:
+    """Yield every place where a model holds a parameter, in registration order; shared parameters occur several times.
+
+    Args:
+        module: The model, or a module in it.
+        path: The names that lead from the model to this module.
+        owners: The modules around this module, see `Site`.
+    """
+    if (inner := _wrapped(module)) is not None:
+        yield from parameter_sites(inner, path, owners)
+        return
+    owners = ((path[-1] if path else "", module), *owners)
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Site(".".join((*path, key)), key, parameter, owners)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from parameter_sites(child, (*path, name), owners)
+
+
+def shared_sites(model: nn.Module) -> list[list[Site]]:
+    """Return the places of each parameter of a model, in the order of the first ones."""
+    shared: dict[int, list[Site]] = {}
+    for site in parameter_sites(model):
+        shared.setdefault(id(site.parameter), []).append(site)
+    return list(shared.values())
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
+    for name in WRAPPERS:
+        if module._modules.get(name) is not None:
+            return module._modules[name]
+    if not _HOLDS_MODULE.isdisjoint(class_names(module)):
+        return module._modules.get("module")
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module without its wrappers."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter before sharding: a DTensor knows it, and ZeRO-3 keeps it in `ds_shape`."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def class_names(module: nn.Module, library: str = "") -> list[str]:
+    """Return the names of the module's classes, most derived first (`fully_shard` adds a class of its own in front).
+
+    Mixins that are no modules are left out. If `library` is given, classes outside this package are left out too.
+    """
+    modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
+    return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
+
+
+def class_of(module: nn.Module) -> str:
+    """Return the name of a module's class; the class that `fully_shard` adds in front is skipped."""
+    names = class_names(module)
+    return names[1] if type(module).__mro__[1].__name__ == "FSDPModule" else names[0]

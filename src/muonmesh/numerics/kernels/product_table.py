@@ -1,0 +1,96 @@
+"""Matmuls: the matrix products that the iteration uses. Each backend fills one such table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Operand: TypeAlias = Tensor | None
+"""A batch of matrices; None stands for the transpose of the first operand."""
+
+Number: TypeAlias = float | Tensor
+"""A number that is the same in every optimizer step, or a tensor with one number for each matrix, (batch, 1, 1)."""
+
+Terms: TypeAlias = Sequence[tuple[Tensor, Number]]
+"""What is added to a product: pairs of a batch of matrices C and a factor c."""
+
+ALIGNMENT = 64
+"""Alignment of matrices in bytes: that of torch's memory on a CPU. The bits of a product depend on it."""
+
+SMALL_ROWS, SMALL_COLS = 64, 128
+"""The largest matrix, rows ≤ cols, for which one program of a device computes all steps (`Small`). The program holds it
+in registers, and a larger matrix would need more than there are (docs/internals/kernels.md has the figures)."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Operations of a backend that can keep rounding errors. All tensors are contiguous, in the compute dtype.
+
+    If a table has these operations, its `Matmuls.multiply` takes up to two terms, and one argument more: ``low``, a
+    tensor of the shape of ``out``. It receives the rounding error of the result, rounded to the compute dtype.
+
+    Attributes:
+        row_products: ``row_products(x, y)`` returns the sum of x * y over each row, fp32 (batch, rows).
+        load: ``load(x, out)`` does `numerics.normalize.load` in one pass.
+        store: ``store(x, out)`` does `numerics.normalize.store` in one pass.
+    """
+
+    row_products: Callable[[Tensor, Tensor], Tensor]
+    load: Callable[[Tensor, Tensor], Tensor]
+    store: Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Small:
+    """All steps of small matrices in one call.
+
+    Attributes:
+        run: ``run(x, out, polynomials)`` orthogonalizes a batch. ``polynomials`` has three coefficients for each step,
+            one step after the other. ``out`` is contiguous and has the shape and dtype of ``x``.
+        dtypes: The dtypes of ``x`` that ``run`` accepts.
+    """
+
+    run: Callable[[Tensor, Tensor, tuple[float, ...]], None]
+    dtypes: Sequence[torch.dtype]
+
+
+@dataclass(frozen=True)
+class Matmuls:
+    """The products of a backend, on batches of matrices. Nearly all time of an iteration is spent in `multiply`.
+
+    Attributes:
+        multiply: ``multiply(a, b, terms, out, alpha=1.0, scale=1.0, symmetric=True)`` writes
+            scale · (alpha · A B + c · C) to ``out`` and returns ``out``. ``out`` is contiguous and shares no memory
+            with an operand. ``alpha`` is the same number in every optimizer step. ``symmetric`` says that the result is
+            symmetric, so a backend may compute one triangle and mirror it, even if rounded A and B do not commute to
+            the last bit. With X of shape (batch, rows, cols), and symmetric A, B and C of shape (batch, rows, rows):
+
+            - s · X Xᵀ is ``multiply(x, None, [], out, scale=s)``.
+            - b · A + c · A² is ``multiply(a, a, [(a, b)], out, alpha=c)``.
+            - c · C + A B, if A and B commute, is ``multiply(a, b, [(c, factor)], out)``; with ``symmetric=False`` both
+              triangles are computed.
+            - s · (f · X + B X) is ``multiply(b, x, [(x, f)], out, scale=s, symmetric=False)``.
+
+            On a device there may be none, one or two terms, and ``identity``, a number that is added to the diagonal
+            before ``scale`` multiplies it.
+        at_once: The largest number of matrices that the iteration should give to one call. It is 1 for large matrices
+            on a CPU, because reductions and elementwise operations are faster on a single matrix there.
+        one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
+        normalize: ``normalize(x, out)`` multiplies each matrix by a power of two, so that its norm ν lies in
+            [2¹², 2¹³). It returns 1/ν and 1/ν², (batch, 1, 1) each, fp32 or wider. Both are finite for a matrix of
+            zeros, and NaN if an entry is not finite. None: `numerics.normalize.normalize` does this.
+        exact: Operations of a backend that can keep rounding errors. None: torch's operations are used, and the error
+            of each product is lost.
+        small: All steps of matrices of this shape in one call. None: they are computed step by step.
+    """
+
+    multiply: Callable[..., Tensor]
+    at_once: int
+    one_thread: bool = False
+    normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    exact: Exact | None = None
+    small: Small | None = None

@@ -1,0 +1,444 @@
+"""What does not fit is told by name before anything changes; what means the same loads."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import muonmesh as mm
+from muonmesh.step.parameters import ReadyParameters
+from tests.support import problem
+
+SHAPES = {"qkv.weight": (12, 6), "up.weight": (9, 5), "embed.weight": (7, 4), "norm.bias": (5,)}
+FUSED: dict[str, Any] = {"qkv.weight": ("rows", 4, 4, 4)}
+
+
+class Model(nn.Module):
+    """Parameters by dotted names, and a buffer."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in shapes.items():
+            owner, key = name.split(".")
+            module = nn.Module()
+            module.register_parameter(key, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            self.add_module(owner, module)
+        self.register_buffer("count", torch.randn(2, generator=generator))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def groups_of(model: nn.Module, specs: dict[str, Any], algorithm: str = "muon") -> list[dict[str, Any]]:
+    matrix: dict[str, Any] = {"algorithm": algorithm, "name": "matrices", "params": [], "param_names": []}
+    rest: dict[str, Any] = {"algorithm": "adamw", "name": "rest", "params": [], "param_names": []}
+    for name, parameter in model.named_parameters():
+        group = matrix if parameter.ndim > 1 and not name.startswith("embed") else rest
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+    matrix["matrices"] = [specs.get(name) for name in matrix["param_names"]]
+    return [matrix, rest]
+
+
+def make(
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    *,
+    seed: int = 0,
+    specs: dict[str, Any] | None = None,
+    algorithm: str = "muon",
+    dtype: torch.dtype = torch.float32,
+    group: Any = "local",
+    **settings: Any,
+) -> tuple[Model, mm.Muon]:
+    model = Model(SHAPES if shapes is None else shapes, seed, dtype)
+    groups = groups_of(model, FUSED if specs is None else specs, algorithm)
+    return model, mm.Muon(groups, process_group=group, compute_dtype=torch.float32, **settings)
+
+
+def advance(model: nn.Module, optimizer: mm.Muon, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+    return problem.result(model, optimizer) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    """Saves a model after a step."""
+
+    def save(**how: Any) -> Path:
+        model, optimizer = make(**how)
+        advance(model, optimizer, 1)
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+        return tmp_path / "checkpoint"
+
+    return save
+
+
+def refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> str:
+    """Load into something that does not fit, and return the message; nothing has changed."""
+    model, optimizer = make(seed=5, **how)
+    advance(model, optimizer, 2)
+    before = everything(model, optimizer)
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    with pytest.raises(error) as found:
+        mm.checkpoint.load(path, model, optimizer)
+    assert problem.differing(everything(model, optimizer), before) == []
+    assert settings == [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return str(found.value)
+
+
+OTHERS = {"qkw.weight": (12, 6), "up.weight": (9, 6), "embed.weight": (7, 4), "norm.bias": (5,), "gate.weight": (3, 3)}
+
+
+def test_names_and_shapes_that_differ_are_told_together_with_the_nearest(saved: Callable[..., Path]) -> None:
+    message = refused(saved(), shapes=OTHERS, specs={"qkw.weight": FUSED["qkv.weight"]})
+    assert "no model.qkw.weight (the nearest is qkv.weight)" in message
+    assert "no model.gate.weight" in message
+    assert "model.qkv.weight, which nothing here has (the nearest is qkw.weight)" in message
+    assert "model.up.weight of shape (9, 5), where (9, 6) is needed" in message
+    assert "load(..., strict=False)" in message
+
+
+def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callable[..., Path]) -> None:
+    path = saved()
+    shapes = {**SHAPES, "gate.weight": (3, 3)}
+    del shapes["up.weight"]
+    model, optimizer = make(shapes, seed=5)
+    advance(model, optimizer, 2)
+    before = everything(model, optimizer)
+    mm.checkpoint.load(path, model, optimizer, strict=False)
+    after = everything(model, optimizer)
+    first, one = make()
+    advance(first, one, 1)
+    expected = everything(first, one)
+    for name, value in after.items():
+        assert torch.equal(value, (before if name.startswith("gate") else expected)[name]), name
+
+
+def test_buffers_come_back_and_the_saved_learning_rate_counts(saved: Callable[..., Path]) -> None:
+    """As with torch's ``load_state_dict``; whoever wants another one sets it afterwards."""
+    path = saved(lr=0.25)
+    model, optimizer = make(seed=5, lr=torch.tensor(0.5))
+    mm.checkpoint.load(path, model, optimizer)
+    assert torch.equal(model.count, Model(SHAPES, 0).count)  # type: ignore[arg-type]
+    rate = optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, Tensor)
+    assert float(rate) == 0.25
+
+
+def test_groups_may_be_cut_otherwise_if_their_settings_are_the_same(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path = saved(lr=0.25)
+
+    def apart(**second: Any) -> tuple[Model, mm.Muon]:
+        model = Model(SHAPES, 5)
+        matrix, rest = groups_of(model, FUSED)
+        halves = [
+            {**matrix, "name": key, **{k: [matrix[k][i]] for k in ("params", "param_names", "matrices")}}
+            for i, key in enumerate(("first", "second"))
+        ]
+        halves[1].update(second)
+        return model, mm.Muon([*halves, rest], lr=0.5, process_group="local", compute_dtype=torch.float32)
+
+    model, optimizer = apart(lr=0.7)  # as an override does: the saved rate counts
+    mm.checkpoint.load(path, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25]
+    first, one = make()
+    advance(first, one, 1)
+    momentum = optimizer.state[model.get_parameter("qkv.weight")]["momentum_buffer"]
+    assert torch.equal(momentum, one.state[first.get_parameter("qkv.weight")]["momentum_buffer"])
+
+    other, two = apart(lr=0.125)
+    advance(other, two, 1)
+    mm.checkpoint.save(tmp_path / "apart", other, two)
+    message = refused(tmp_path / "apart")
+    assert "found qkv.weight saved with lr=0.5, up.weight with lr=0.125" in message
+    assert "Give them groups of their own" in message
+
+
+WHOLE: dict[str, Any] = {"qkv.weight": "whole"}
+
+
+def test_a_matrix_may_be_fused_or_split_if_its_state_means_the_same(saved: Callable[..., Path]) -> None:
+    path = saved()
+    model, optimizer = make(seed=5, specs=WHOLE)
+    mm.checkpoint.load(path, model, optimizer)
+    advance(model, optimizer, 3)
+    other, one = make(specs=FUSED)
+    advance(other, one, 1)
+    one.param_groups[0]["matrices"][0] = "whole"
+    expected = mm.Muon(groups_of(other, WHOLE), process_group="local", compute_dtype=torch.float32)
+    for parameter, state in one.state.items():
+        expected.state[parameter] = dict(state)
+    advance(other, expected, 3)
+    assert problem.differing(everything(model, optimizer), everything(other, expected)) == []
+
+
+def test_numbers_of_other_matrices_are_refused(saved: Callable[..., Path]) -> None:
+    message = refused(saved(algorithm="normuon"), algorithm="normuon", specs={"qkv.weight": ("cols", 3, 3)})
+    assert "qkv.weight: found row_second_moment of matrices ('rows', 4, 4, 4)" in message
+
+
+def test_another_rule_is_refused(saved: Callable[..., Path]) -> None:
+    assert "found state of rule 'muon'; needed that of rule 'normuon'" in refused(saved(), algorithm="normuon")
+
+
+def test_weights_are_never_rounded_but_masters_take_them(saved: Callable[..., Path]) -> None:
+    path = saved()
+    message = refused(path, dtype=torch.bfloat16)
+    assert (
+        "model.up.weight in float32, which bfloat16 would round (keep masters: master_dtype=torch.float32)" in message
+    )
+    model, optimizer = make(seed=5, dtype=torch.bfloat16, master_dtype=torch.float32)
+    mm.checkpoint.load(path, model, optimizer)
+    first, one = make()
+    advance(first, one, 1)
+    weight = model.get_parameter("up.weight")
+    assert torch.equal(optimizer.state[weight]["master"], first.get_parameter("up.weight"))
+    assert torch.equal(weight, first.get_parameter("up.weight").bfloat16())
+
+
+def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Path) -> None:
+    fresh, untouched = make()
+    mm.checkpoint.save(tmp_path / "fresh", fresh, untouched)
+    assert not untouched.state
+    model, optimizer = make(seed=5)
+    advance(model, optimizer, 2)
+    mm.checkpoint.load(tmp_path / "fresh", model, optimizer)
+    for pair in ((model, optimizer), (fresh, untouched)):
+        advance(*pair, 3)
+    assert problem.differing(everything(model, optimizer), everything(fresh, untouched)) == []
+
+
+def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: None) -> None:
+    def stepped(kernels: str) -> tuple[nn.Module, mm.Muon]:
+        model = nn.Linear(130, 100, bias=False)
+        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels=kernels)
+        advance(model, optimizer, 1)
+        return model, optimizer
+
+    mm.checkpoint.save(tmp_path / "checkpoint", *stepped("torch"))
+    with pytest.warns(
+        UserWarning,
+        match=r"by the products 'torch, deflated'; needed those .* 'compiled 1, deflated'.* kernels=\"torch\"",
+    ) as told:
+        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("compiled"))
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("torch"))
+
+
+def test_who_goes_on_where_auto_is_another_set_is_told_once(tmp_path: Path) -> None:
+    """In fp32 it is Polar Express, as on a device. A run that named its set goes on with it."""
+
+    def stepped(**settings: Any) -> tuple[nn.Module, mm.Muon]:
+        model = nn.Linear(130, 100, bias=False)
+        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels="torch", **settings)
+        advance(model, optimizer, 1)
+        return model, optimizer
+
+    mm.checkpoint.save(tmp_path / "auto", *stepped())
+    with pytest.warns(UserWarning, match=r"'torch, deflated'; needed those of this process, 'torch, polar_ex") as told:
+        mm.checkpoint.load(tmp_path / "auto", *stepped(compute_dtype=torch.float32))
+    assert len(told) == 1
+    mm.checkpoint.save(tmp_path / "named", *stepped(ns_coefficients="polar_express"))
+    model, optimizer = stepped()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.checkpoint.load(tmp_path / "named", model, optimizer)
+        mm.checkpoint.load(tmp_path / "auto", *stepped())
+    assert [group["ns_coefficients"] for group in optimizer.param_groups] == ["polar_express"]
+
+
+def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> None:
+    model, optimizer = make(state_dtype="int8")
+    advance(model, optimizer, 1)
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    other, two = make(seed=5, state_dtype="int8")
+    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
+    for pair in ((model, optimizer), (other, two)):
+        advance(*pair, 2)
+    assert problem.differing(everything(model, optimizer), everything(other, two)) == []
+
+
+def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make()
+    advance(model, optimizer, 0)
+    mm.checkpoint.save(tmp_path / "whole", model, optimizer)
+    before = everything(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadyParameters, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            advance(model, optimizer, 1)
+    with pytest.raises(mm.StateError, match=r"a step \(number 2 of this plan\) that was interrupted while it wrote"):
+        mm.checkpoint.save(tmp_path / "torn", model, optimizer)
+    assert not (tmp_path / "torn").exists()
+    mm.checkpoint.load(tmp_path / "whole", model, optimizer)
+    assert problem.differing(everything(model, optimizer), before) == []
+    mm.checkpoint.save(tmp_path / "torn", model, optimizer)
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:
+    model, optimizer = make()
+    optimizer.param_groups[0]["initial_lr"] = print
+    with pytest.raises(mm.StateError, match=r"group 'matrices': found initial_lr = .*; needed numbers, strings"):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    with pytest.raises(TypeError, match=r"optimizer: found a SGD; needed a muonmesh.Muon"):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, torch.optim.SGD(model.parameters()))
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["state"]["qkw.weight"] = state["state"].pop("qkv.weight")
+    state["param_groups"][0]["params"][0] = "qkw.weight"
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda state: state["state"].pop("up.weight"), "Missing optimizer state for parameter 'up.weight'"),
+    "renamed": (rename, "Missing optimizer state for parameter 'qkv.weight'"),
+    "another shape": (
+        lambda state: state["state"]["up.weight"].update(momentum_buffer=torch.ones(9, 6)),
+        "up.weight: found momentum_buffer a plain tensor of shape (9, 6); needed a plain tensor of shape (9, 5)",
+    ),
+    "too much": (
+        lambda state: state["state"]["norm.bias"].update(stuff=torch.ones(5)),
+        "norm.bias: found 'stuff' in its state; needed only exp_avg, exp_avg_sq, step, which this optimizer reads",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -> None:
+    """What is missing torch names, or leaves as it was; what does not fit we do, strict or not."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
+    first, one = make()
+    advance(first, one, 1)
+    full: Any = get_optimizer_state_dict(first, one, options=options)
+    do, message = CHANGES[change]
+    do(full)
+    model, optimizer = make(seed=5)
+    advance(model, optimizer, 2)
+    before = everything(model, optimizer)
+    if strict or change in ("another shape", "too much"):
+        with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
+            set_optimizer_state_dict(model, optimizer, full, options=options)
+        assert problem.differing(everything(model, optimizer), before) == []
+        return
+    set_optimizer_state_dict(model, optimizer, full, options=options)
+    left = "up.weight" if change == "missing" else "qkv.weight"
+    after = everything(model, optimizer)
+    for name, parameter in first.named_parameters():
+        for key, value in one.state[parameter].items():
+            assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == left else value), name
+
+
+class Calibrated(nn.Module):
+    """A module with extra state, like those of Transformer Engine."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra, self.given = extra, 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+        self.given += 1
+
+
+def with_extra(extra: Any, seed: int = 0) -> tuple[Model, mm.Muon, Calibrated]:
+    model, optimizer = make(seed=seed)
+    model.get_submodule("up").add_module("scales", Calibrated(extra))
+    advance(model, optimizer, 1)
+    return model, optimizer, model.get_submodule("up.scales")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8)], ids=["None", "empty"])
+def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) -> None:
+    """So modules of Transformer Engine have it where they do not compute in FP8."""
+    model, optimizer, _ = with_extra(extra)
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    plain, one = make(seed=5)
+    mm.checkpoint.load(tmp_path / "checkpoint", plain, one)
+    other, two, module = with_extra(extra, seed=6)
+    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
+    assert module.given == 0
+    assert problem.differing(everything(other, two), everything(plain, one)) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "found"),
+    [
+        (torch.frombuffer(bytearray(pickle.dumps({})), dtype=torch.uint8), "a Tensor"),
+        (torch.tensor([1.5, 2.5]), "a Tensor"),
+        (io.BytesIO(b"some"), "a BytesIO"),
+        ({"scale": 1.0}, "a dict"),
+    ],
+    ids=["bytes", "numbers", "stream", "dict"],
+)
+def test_extra_state_is_refused_by_name(extra: Any, found: str, tmp_path: Path) -> None:
+    """Its module might unpickle it; whoever keeps it elsewhere can save the rest."""
+    model, optimizer, module = with_extra(extra)
+    needed = "needed None or an empty tensor.*register_buffer"
+    with pytest.raises(mm.StateError, match=rf"up\.scales\.get_extra_state\(\): found {found}; {needed}"):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    assert not (tmp_path / "checkpoint").exists()
+    module.get_extra_state = lambda: None  # type: ignore[method-assign]
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    mm.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
+
+
+def alone_on_each_rank(path: str) -> None:
+    model, optimizer = make(group="local")
+    advance(model, optimizer, 1)
+    mm.checkpoint.save(path, model, optimizer)
+
+
+def fits_on_one_rank(path: str) -> tuple[str, list[str]]:
+    rank = torch.distributed.get_rank()
+    model, optimizer = make(group="world")
+    advance(model, optimizer, 1)
+    mm.checkpoint.save(path, model, optimizer)
+    other, two = make({**SHAPES, "embed.weight": (7, 4 + rank)}, seed=5, group="world")
+    before = everything(other, two)
+    try:
+        mm.checkpoint.load(path, other, two)
+    except mm.StateError as error:
+        return str(error), problem.differing(everything(other, two), before)
+    return "", []
+
+
+def test_what_one_rank_finds_ends_on_every_rank_and_copies_are_not_one(workers, tmp_path: Path) -> None:
+    for message, changed in workers(2).run(fits_on_one_rank, str(tmp_path / "checkpoint")):
+        assert "model.embed.weight of shape (7, 4), where (7, 5) is needed" in message
+        assert changed == []
+    for outcome in workers(2).run_expecting_errors(alone_on_each_rank, str(tmp_path / "other")):
+        assert outcome.error is mm.StateError
+        assert 'process_group="world"' in outcome.message

@@ -1,0 +1,228 @@
+"""A checkpoint's folder, written and read by ranks: it comes back as it was, or every rank says the same sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muonmesh.checkpoint.folder import before_at, look, writing_at
+from muonmesh.errors import FileError
+from tests.support.alone import files_of_at_most
+from tests.support.disks import read_only, small_disk
+from tests.support.folders import read, write
+from tests.support.workers import Pool
+
+RANKS = 2
+SETTINGS = {"groups": [{"lr": 0.1, "rule": "muon"}], "step": 7}
+
+
+@pytest.fixture(scope="module")
+def pool(workers: Callable[[int], Pool]) -> Pool:
+    return workers(RANKS)
+
+
+def tensors(factor: float) -> dict[str, Any]:
+    """One whose rows the ranks share unevenly, one that each has, a number, and one of another dtype."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "model.weight": distribute_tensor(torch.arange(35.0).view(7, 5) * factor, mesh, [Shard(0)]),
+        "model.bias": torch.full((5,), 3.0 * factor, dtype=torch.bfloat16),
+        "state.weight.step": torch.tensor(2.0 * factor),
+    }
+
+
+def whole(held: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: getattr(tensor, "full_tensor", tensor.clone)() for name, tensor in held.items()}
+
+
+def written(path: Path, factor: float = 1.0) -> None:
+    write(path, tensors(factor), SETTINGS)
+
+
+def read_back(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
+    """What a rank reads, and whether what it reads into is as it was where that was refused."""
+    held = tensors(0.0)
+    try:
+        settings = read(path, held)
+    except FileError as error:
+        settings = {"error": str(error)}
+    found = whole(held)
+    return settings, found, all(not tensor.any() for tensor in found.values())
+
+
+def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "state"
+    for factor in (1.0, 2.0):
+        pool.run(written, path, factor)
+        for settings, found, _ in pool.run(read_back, path):
+            assert settings == SETTINGS
+            assert torch.equal(found["model.weight"], torch.arange(35.0).view(7, 5) * factor)
+            assert torch.equal(found["model.bias"], torch.full((5,), 3.0 * factor, dtype=torch.bfloat16))
+            assert float(found["state.weight.step"]) == 2.0 * factor
+        assert [entry.name for entry in path.parent.iterdir()] == ["state"]
+    # By one process alone, which is no rank, and by nobody's world size.
+    held = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    assert read(path, held) == SETTINGS
+    assert all(torch.equal(held[name], tensor) for name, tensor in found.items())
+    assert look(path).tensors.keys() == held.keys()
+
+
+def held_by_another(path: Path) -> str:
+    import fcntl
+
+    held = os.open(writing_at(path), os.O_RDONLY)
+    if dist.get_rank() == 1:
+        fcntl.flock(held, fcntl.LOCK_EX)
+    dist.barrier()
+    try:
+        with pytest.raises(FileError) as caught:
+            written(path, 5.0)
+    finally:
+        os.close(held)
+    return str(caught.value)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(FileError) as caught:
+        written(path, 5.0)
+    return str(caught.value)
+
+
+def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
+    """Another process that writes, a run's own directory, a file, a link: one sentence on every rank, and no change."""
+    path = tmp_path / "state"
+    pool.run(written, path)
+    writing_at(path).mkdir()
+    for message in pool.run(held_by_another, path):
+        assert message.startswith(f"{path}: found another process that is writing it; needed one writer at a time. ")
+    assert writing_at(path).is_dir()
+    run, link, file = tmp_path / "run", tmp_path / "link", tmp_path / "file"
+    shutil.copytree(path, run)
+    (run / "config.json").write_text("{}")
+    link.symlink_to(path, target_is_directory=True)
+    file.write_text("mine")
+    for place, found in ((run, "'config.json' in it"), (link, "a link"), (file, "a file")):
+        for message in pool.run(refused, place):
+            assert message.startswith(f"{place}: found {found}"), message
+            assert message.endswith("needed nothing there, or a checkpoint to replace. Save under another name")
+    assert (run / "config.json").exists()
+    assert link.is_symlink()
+    assert file.read_text() == "mine"
+    pool.run(written, path, 2.0)  # the other is gone
+    assert not writing_at(path).exists()
+    assert pool.run(read_back, path)[0][0] == SETTINGS
+
+
+LEFT = {"a link": Path.symlink_to, "a file": Path.hardlink_to, "'notes.txt' in it": None}
+
+
+@pytest.mark.parametrize("beside", [writing_at, before_at])
+@pytest.mark.parametrize("found", LEFT)
+def test_what_somebody_else_has_at_a_temporary_path_stays(
+    beside: Callable[[Path], Path], found: str, pool: Pool, tmp_path: Path
+) -> None:
+    """A save ended in "Not a directory" there, or removed the files of somebody else."""
+    path, notes = tmp_path / "state", tmp_path / "notes.txt"
+    place = beside(path)
+    pool.run(written, path)
+    notes.write_text("mine")
+    if (make := LEFT[found]) is None:
+        place.mkdir()
+        shutil.copy(notes, place)
+    else:
+        make(place, tmp_path if found == "a link" else notes)
+    needed = "nothing there, or the rest of an interrupted save. Move it away, or save under another name"
+    for message in pool.run(refused, path):
+        assert message.startswith(f"{place}: found {found}"), message
+        assert message.endswith(f"needed {needed}"), message
+    assert os.path.lexists(place)
+    assert (place / "notes.txt").exists() or place.read_text() == "mine"
+    assert pool.run(read_back, path)[0][0] == SETTINGS
+
+
+def tried(path: Path, factor: float) -> str:
+    """The sentence of a save that could not be done, empty for one that was."""
+    try:
+        written(path, factor)
+    except FileError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_is_full_anywhere_or_read_only_is_one_sentence_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """Whichever file of whichever rank is the first without room: the old checkpoint is there, then the new one."""
+    page = os.sysconf("SC_PAGESIZE")
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        path, ballast = disk / "state", disk / "ballast"
+        pool.run(written, path)
+        refusals = 0
+        for pages in range(40):
+            ballast.write_bytes(b"")
+            ballast.write_bytes(bytes(shutil.disk_usage(disk).free - pages * page))
+            first, *others = pool.run(tried, path, 2.0)
+            assert others == [first] * (RANKS - 1)
+            assert pool.run(read_back, path)[0][1]["state.weight.step"] == (2.0 if first else 4.0)
+            if not first:
+                break
+            refusals += 1
+            assert (
+                first
+                == f"{path}: could not be written: No space left on device. Free some space there, then save again"
+            )
+            assert sorted(os.listdir(disk)) == ["ballast", "state"]
+        assert not first
+        assert refusals >= 5  # one for each file that a save writes
+        ballast.unlink()
+        with read_only(disk):
+            assert set(pool.run(tried, path, 3.0)) == {
+                f"{path}: could not be written: Read-only file system. Choose a place that can be written, then save "
+                "again"
+            }
+            assert pool.run(read_back, path)[0][1]["state.weight.step"] == 4.0
+        assert pool.run(tried, path, 3.0) == [""] * RANKS
+
+
+def tried_on_disks_of_their_own(path: Path) -> str:
+    (own := path / f"disk of rank {dist.get_rank()}").mkdir()
+    return tried(own / "state", 1.0)
+
+
+def test_a_disk_that_ranks_do_not_share_is_said_before_anything_is_written(pool: Pool, tmp_path: Path) -> None:
+    first, *others = pool.run(tried_on_disks_of_their_own, tmp_path)
+    assert others == [first] * (RANKS - 1)
+    assert "disk of rank 1/.state.writing: found no folder on rank 1 that rank 0 has made" in first
+    assert "needed a folder that all ranks share. Pass the same path on every rank" in first
+    assert [file for file in tmp_path.rglob("*") if not file.name.startswith("disk")] == []
+
+
+def tried_by_a_limited_rank(limited: int, path: Path) -> str:
+    """Save a tensor so large that torch's writer, and not Python's buffer, is refused, which does not say why."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    large = {"model.weight": distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)])}
+    may = files_of_at_most(50_000, deadly=False) if dist.get_rank() == limited else contextlib.nullcontext()
+    with may, pytest.raises(FileError) as told:
+        write(path, large, SETTINGS)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("limited", range(RANKS))
+def test_a_limit_of_one_rank_is_the_cause_that_every_rank_tells(limited: int, pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 guessed at the cause, which only the other knew, and told of a full disk."""
+    path = tmp_path / "state"
+    pool.run(written, path)
+    for message in pool.run(tried_by_a_limited_rank, limited, path):
+        assert message.startswith(f"{path}: could not be written: File too large. Free some space there, then "), (
+            message
+        )
+    assert pool.run(read_back, path)[0][1]["state.weight.step"] == 2.0
+    assert os.listdir(tmp_path) == ["state"]

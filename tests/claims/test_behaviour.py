@@ -1,0 +1,697 @@
+"""What several ranks do with missing and zero gradients, mistakes on one of them, and changing parameters."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import muonmesh as mm
+from muonmesh.numerics import kernels
+from muonmesh.numerics.kernels import auto_takes, compiled, threads
+from muonmesh.step.runtime import Driver
+from tests.support import emulated, gathered, pretended, problem
+
+
+def mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+# ------------------------------------------------------------------ zero and missing gradients
+
+
+def step_zeroed(layout: str, wait: bool) -> list[str]:
+    results = []
+    for held, waits in ((layout, wait), ("local", True)):
+        model, group = problem.hold(held, problem.initial())
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        optimizer._runtime.driver = Driver(waits)
+        for step in range(4):
+            for name, gradient in problem.zeroed(step).items():
+                parameter = model.get_parameter(name)
+                parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+            optimizer.step()
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+def test_zero_and_missing_gradients_bit_for_bit(workers, layout: str, wait: bool) -> None:
+    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
+    assert workers(2).run(step_zeroed, layout, wait) == [[], []]
+
+
+def zero_on_some_ranks() -> bool:
+    """FSDP2: the non-zero gradients lie in one rank's shard only; both ranks must take the step."""
+    weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([weight], lr=0.1)
+    gradient = torch.zeros(8, 6)
+    gradient[6:] = torch.randn(2, 6)
+    weight.grad = distribute_tensor(gradient, mesh(), [Shard(0)])
+    optimizer.step()
+    return bool((problem.whole(weight) != 1).all())
+
+
+def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere(workers) -> None:
+    assert workers(2).run(zero_on_some_ranks) == [True, True]
+
+
+HOSTS = {"waits": True, "does-not-wait": False}
+"""Whether the host waits for the flags."""
+
+
+@mm.register_rule("test-sum-of-gradients")
+@dataclasses.dataclass(frozen=True)
+class SumOfGradients(mm.ElementwiseRule):
+    def keeps(self) -> tuple[str, ...]:
+        return ("sum",)
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        return state["sum"].add_(gradient) / count
+
+
+def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str]]:
+    """Step a matrix in two shards, one of which has no gradient in some steps; compare it with one process."""
+    value = torch.randn(8, 6)
+    weight = nn.Parameter(distribute_tensor(value, mesh(), [Shard(0)], src_data_rank=None))
+    twin = nn.Parameter(value.clone())
+    sharded, single = (
+        mm.Muon([{"params": [p], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32, process_group=group)
+        for p, group in ((weight, None), (twin, "local"))
+    )
+    sharded._runtime.driver = Driver(HOSTS[host])
+    for step in range(5):
+        gradient = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        missing = step in (0, 3, 4)
+        gradient[4:] *= not missing
+        twin.grad = None if step == 2 else gradient  # then no rank has one, and nothing moves
+        weight.grad = None if step == 2 or (missing and dist.get_rank()) else problem.placed_like(weight, gradient)
+        ours, theirs = ((optimizer.step(), optimizer.metrics())[1] for optimizer in (sharded, single))
+    found = [gathered.whole({"": p, **o.state[p]}) for o, p in ((sharded, weight), (single, twin))]
+    return problem.differing(*found), [name for name in theirs if float(ours[name]) != pytest.approx(theirs[name])]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "test-sum-of-gradients"])
+def test_a_missing_shard_counts_as_zero(workers, algorithm: str, host: str) -> None:
+    assert workers(2).run(missing_on_one_shard, algorithm, host) == [([], [])] * 2
+
+
+def whole_gradient(shape: tuple[int, ...]) -> bool:
+    """Tensor parallelism leaves the gradient of a vocabulary-parallel embedding whole on every rank."""
+    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(shape), mesh(), [Shard(0)])) for _ in range(2))
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight.grad = distribute_tensor(gradient, mesh(), [Replicate()], src_data_rank=None)
+    twin.grad = distribute_tensor(gradient, mesh(), [Shard(0)], src_data_rank=None)
+    for parameter in (weight, twin):
+        mm.Muon([parameter], lr=0.1).step()
+    return torch.equal(problem.whole(weight), problem.whole(twin)) and weight.grad.placements == (Replicate(),)
+
+
+def test_a_whole_gradient_of_a_sharded_parameter_is_cut(workers) -> None:
+    assert workers(4).run(whole_gradient, (9, 6)) == [True] * 4
+
+
+def own_nothing() -> tuple[int, bool]:
+    weight = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = distribute_tensor(torch.ones(1, 6), mesh(), [Shard(0)])
+    for _ in range(2):
+        optimizer.step()
+    return optimizer.counts.orthogonalized, bool((problem.whole(weight) < 1).all())
+
+
+def test_ranks_that_hold_and_own_nothing_take_part(workers) -> None:
+    outcomes = workers(4).run(own_nothing)
+    assert sorted(count for count, _ in outcomes) == [0, 0, 0, 1]
+    assert all(moved for _, moved in outcomes)
+
+
+# ------------------------------------------------------------------ mistakes on one rank
+
+
+def mistake(kind: str) -> None:
+    """Make a mistake on rank 1 only, in the second step; every rank must raise and nothing be written."""
+    model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+    late, kind = kind.startswith("late "), kind.removeprefix("late ")
+    optimizer._runtime.driver = Driver(False if late else None)
+    for step in range(2):
+        for name, gradient in problem.gradients(step).items():
+            model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+        if step == 0:
+            optimizer.step()
+    before, everyone = problem.result(model, optimizer), mesh()  # which torch 2.11 makes with all ranks
+    if dist.get_rank() == 1:
+        parameter = model.get_parameter("embedding" if kind == "sparse" else "even")
+        if kind == "missing":
+            parameter.grad = None
+        elif kind == "sparse":
+            parameter.grad = torch.zeros(parameter.shape).to_sparse()
+        elif kind == "placement":
+            parameter.grad = distribute_tensor(torch.ones(64, 96), everyone, [Shard(1)], src_data_rank=None)
+    try:
+        optimizer.step()
+        if late:
+            optimizer.step()  # the flags of the last step have arrived
+    finally:
+        after = problem.result(model, optimizer)
+        untouched = [k for k in before if k in after and "norm" not in k and "bias" not in k and "embedding" not in k]
+        assert all(torch.equal(before[k], after[k]) for k in untouched), "something was written"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "culprit"),
+    [
+        ("missing", "even: Some of the ranks", "every rank"),
+        ("sparse", "sparse=False", "rank 1"),
+        ("placement", "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements", "rank 1"),
+        (
+            "late placement",
+            "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements",
+            "rank 1",
+        ),
+    ],
+)
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank(workers, kind: str, message: str, culprit: str) -> None:
+    for outcome in workers(2).run_expecting_errors(mistake, kind, timeout=20):
+        assert outcome.error is not None, outcome
+        assert message in outcome.message, outcome.traceback
+        if culprit == "rank 1" and outcome.rank == 0:
+            assert outcome.error is mm.PlanError
+            assert "rank 1:" in outcome.message
+        assert outcome.seconds < 10
+
+
+def recover() -> list[str]:
+    """After an error the optimizer goes on as if the failed step had not been tried."""
+    results = []
+    for wrong in (True, False):
+        model, group = problem.hold("ddp", problem.initial())
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        for step in range(3):
+            for name, gradient in problem.gradients(step).items():
+                model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+            if wrong and step == 1:
+                kept = model.get_parameter("tall").grad
+                if dist.get_rank() == 1:
+                    model.get_parameter("tall").grad = None
+                with pytest.raises(mm.PlanError):
+                    optimizer.step()
+                model.get_parameter("tall").grad = kept
+            optimizer.step()
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results)
+
+
+def test_training_goes_on_after_an_error(workers) -> None:
+    assert workers(2).run(recover) == [[], []]
+
+
+def different_plans(kind: str, folder: Path | None = None) -> None:
+    with nullcontext() if folder is None else emulated.using(folder):
+        step_of_different_plans(kind)
+
+
+def step_of_different_plans(kind: str) -> None:
+    odd, everyone = dist.get_rank() == 1, mesh()
+    shapes = [(8, 6), (6, 4)]
+    if kind == "order" and odd:
+        shapes.reverse()
+    if kind == "count" and odd:
+        shapes.append((4, 4))
+    tensors = [torch.ones(shape) for shape in shapes]
+    params = [
+        (f"w{i}", nn.Parameter(distribute_tensor(t, everyone, [Shard(0)], src_data_rank=None)))
+        for i, t in enumerate(tensors)
+    ]
+    steps = 4 if kind == "settings" and odd else 5
+    asked = {"kernels": ("auto", "torch"), "variant": ("compiled", "amx")}.get(kind, ("auto", "auto"))[odd]
+    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=asked)
+    if kind == "partial" and odd:
+        partial = DTensor.from_local(torch.ones(8, 6), everyone, [Partial()])
+        optimizer.param_groups[0]["params"][0] = partial
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("order", "Rank 0 has 'w0: shape (8, 6)"),
+        ("count", "w2: shape (4, 4)"),
+        ("settings", "4 steps"),
+        ("kernels", "kernels torch"),
+        ("partial", "w0: found placement Partial(sum)"),
+    ],
+)
+def test_plans_that_differ_are_an_error_on_every_rank(workers, kind: str, message: str) -> None:
+    for outcome in workers(2).run_expecting_errors(different_plans, kind, timeout=20):
+        assert outcome.error in (mm.PlanError, mm.LayoutError), outcome
+        assert message in outcome.message, outcome.message
+        assert outcome.seconds < 10
+
+
+def products_of_one_rank(asked: str, without: int) -> tuple[list[str], list[str]]:
+    """Step with a package that has no library of products on one rank; return warnings and differences.
+
+    What differs is compared with torch's products everywhere.
+    """
+    own, gains, amx = compiled.__file__, dict(kernels._GAIN), torch.cpu._is_amx_tile_supported
+    kernels._GAIN.update(dict.fromkeys(("neon", "bf16", *gains), range(1, 512)))  # whatever this processor is
+    torch.cpu._is_amx_tile_supported = lambda: False
+    results = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for products, lacks in ((asked, without), ("torch", -1)):
+                compiled.__file__ = "/nowhere/compiled.py" if dist.get_rank() == lacks else own
+                compiled.library.cache_clear()
+                auto_takes.cache_clear()
+                weights = [torch.randn(60 + n, 130, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+                shards = [distribute_tensor(weight, mesh(), [Shard(0)], src_data_rank=None) for weight in weights]
+                named = [(f"w{n}", nn.Parameter(shard)) for n, shard in enumerate(shards)]
+                optimizer = mm.Muon(named, lr=0.1, kernels=products)
+                for _ in range(2):
+                    for _, parameter in named:
+                        parameter.grad = parameter.detach().sin()
+                    optimizer.step()
+                copy.deepcopy(optimizer)
+                results.append({name: parameter.full_tensor() for name, parameter in named})
+    finally:
+        compiled.__file__, torch.cpu._is_amx_tile_supported = own, amx
+        kernels._GAIN.clear()
+        kernels._GAIN.update(gains)
+        compiled.library.cache_clear()
+        auto_takes.cache_clear()
+    told = [str(warning.message) for warning in caught if "kernels" in str(warning.message)]
+    return told, problem.differing(*results)
+
+
+def test_ranks_take_the_products_that_all_of_them_have(workers, products: None) -> None:
+    """Torch's, and rank 0 says so once. Where all have ours, all take ours, which have other bits."""
+    for without in (0, 1):
+        (told, differing), (other, differing_there) = workers(2).run(products_of_one_rank, "auto", without)
+        assert (differing, differing_there, other) == ([], [], [])
+        assert len(told) == 1
+        assert "all ranks use torch's products. Install the same wheel" in told[0]
+    for told, differing in workers(2).run(products_of_one_rank, "auto", -1):
+        assert told == []
+        assert differing
+
+
+@pytest.mark.parametrize("other", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("variant", ["avx2", "amx"])
+def test_ranks_on_different_processors_hold_the_same_weights(
+    tmp_path: Path, products: None, variant: str, other: int
+) -> None:
+    """One rank has AVX2 alone: in torch, in oneDNN and in the products in C. Or torch says that it has AMX."""
+    running = []
+    for rank in range(2):
+        environment = pretended.environment(variant if rank == other else "no-amx")
+        command = [sys.executable, "-m", "tests.support.processors", str(tmp_path / "store"), str(rank)]
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    assert [rank["differing"] for rank in found] == [[], []]
+    assert variant == "amx" or not found[other]["bf16"]
+    assert variant == "avx2" or found[0]["takes"] != found[1]["takes"]
+    if found[0]["takes"] != found[1]["takes"]:  # else the whole processor has AVX2 alone
+        assert [len(rank["told"]) for rank in found] == [1, 0]
+        assert "all ranks use torch's products" in found[0]["told"][0]
+        assert [rank["not torch's"] for rank in found] == [[], []]
+
+
+def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(workers, emulated_amx: Path) -> None:
+    for outcome in workers(2).run_expecting_errors(different_plans, "variant", emulated_amx, timeout=20):
+        assert outcome.error is mm.PlanError, outcome
+        assert "kernels compiled 1" in outcome.message, outcome.message
+        assert "kernels amx 2" in outcome.message, outcome.message
+
+
+def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for(workers, products) -> None:
+    for outcome in workers(2).run_expecting_errors(products_of_one_rank, "compiled", 1, timeout=20):
+        assert "no products.so in the package" in outcome.message
+        assert outcome.seconds < 10
+
+
+def plain_without_group() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([("w", weight)], lr=0.1)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+
+
+def test_plain_matrices_on_several_ranks_need_a_process_group(workers) -> None:
+    for outcome in workers(2).run_expecting_errors(plain_without_group, timeout=20):
+        assert outcome.error is mm.LayoutError
+        assert "w: This parameter is a plain tensor while 2 ranks run" in outcome.message
+        assert 'process_group="world"' in outcome.message
+
+
+def not_a_member() -> str:
+    group = dist.new_group([0])
+    weight = nn.Parameter(torch.ones(4, 4))
+    if dist.get_rank() == 0:
+        optimizer = mm.Muon([weight], process_group=group)
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        return "stepped"
+    with pytest.raises(ValueError, match="process_group: found") as found:
+        mm.Muon([weight], process_group=group)
+    return str(found.value)
+
+
+def test_a_process_group_without_this_rank_is_refused(workers) -> None:
+    member, outsider = workers(2).run(not_a_member)
+    assert member == "stepped"
+    assert "needed" in outsider
+
+
+def lost_group() -> list[str]:
+    model, _ = problem.hold("ddp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=dist.group.WORLD, **problem.SETTINGS)
+    twin, other = pickle.loads(pickle.dumps((model, optimizer)))
+    with pytest.raises(ValueError, match=r"optimizer\.process_group = group"):
+        other.step()
+    other.process_group = dist.group.WORLD
+    third, copied = copy.deepcopy((model, optimizer))  # a copy shares the group
+    pairs = ((model, optimizer), (twin, other), (third, copied))
+    for m, o in pairs:
+        for name, gradient in problem.gradients(0).items():
+            m.get_parameter(name).grad = gradient.clone()
+        o.step()
+    expected, *rest = (problem.result(*pair) for pair in pairs)
+    return [name for result in rest for name in problem.differing(result, expected)]
+
+
+def test_a_process_group_must_be_given_again_after_unpickling(workers) -> None:
+    assert workers(2).run(lost_group) == [[], []]
+
+
+# ------------------------------------------------------------------ partial gradients, swapped parameters
+
+
+def partial_gradient() -> tuple[bool, bool]:
+    """Pure tensor parallelism with SequenceParallel leaves partial gradients; they are summed."""
+    rank = dist.get_rank()
+    results = []
+    for partial in (True, False):
+        matrix = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Replicate()]))
+        norm = nn.Parameter(distribute_tensor(torch.ones(6), mesh(), [Replicate()]))
+        optimizer = mm.Muon([{"params": [matrix]}, {"params": [norm], "algorithm": "adamw"}], lr=0.1)
+        for parameter in (matrix, norm):
+            parts = [torch.randn(parameter.shape, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+            parameter.grad = (
+                DTensor.from_local(parts[rank], mesh(), [Partial()])
+                if partial
+                else distribute_tensor(parts[0] + parts[1], mesh(), [Replicate()])
+            )
+        optimizer.step()
+        results.append((problem.whole(matrix), problem.whole(norm)))
+    (a, b), (c, d) = results
+    return torch.equal(a, c), torch.equal(b, d)
+
+
+def test_partial_gradients_are_reduced(workers) -> None:
+    assert workers(2).run(partial_gradient) == [(True, True)] * 2
+
+
+def partial_where_cut(algorithm: str) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Shard(0)]))
+    optimizer = mm.Muon([{"params": [("w", weight)], "algorithm": algorithm}], lr=0.1)
+    weight.grad = DTensor.from_local(torch.ones(6, 4) * dist.get_rank(), mesh(), [Partial()])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_a_partial_gradient_of_a_cut_parameter_is_an_error_on_every_rank(workers, algorithm: str) -> None:
+    """What a rank holds of it has another shape than the part of the parameter that it stores."""
+    for outcome in workers(2).run_expecting_errors(partial_where_cut, algorithm, timeout=20):
+        assert outcome.error is mm.LayoutError
+        assert "w: found a gradient placed (Partial(sum),); needed the parameter's placements" in outcome.message
+
+
+def swapped() -> list[str]:
+    """Accelerate's FSDP2 builds the optimizer first and then swaps only param_group["params"]."""
+    model, _ = problem.hold("local", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), **problem.SETTINGS)
+    position = {id(p): name for name, p in model.named_parameters()}
+    fully_shard(model, mesh=mesh())
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(position[id(p)]) for p in group["params"]]
+    twin, group = problem.hold("fsdp", problem.initial())
+    other = mm.Muon(problem.groups(twin), process_group=group, **problem.SETTINGS)
+    for m, o in ((model, optimizer), (twin, other)):
+        for step in range(2):
+            for name, gradient in problem.gradients(step).items():
+                m.get_parameter(name).grad = problem.placed_like(m.get_parameter(name), gradient)
+            o.step()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, other))
+
+
+def test_parameters_swapped_after_construction(workers) -> None:
+    assert workers(2).run(swapped) == [[], []]
+
+
+def explained_on_one_rank() -> str | None:
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+    return str(optimizer.explain()) if dist.get_rank() == 0 else None
+
+
+def test_explain_does_not_communicate(workers) -> None:
+    table, nothing = workers(2).run(explained_on_one_rank)
+    assert nothing is None
+    assert "Shard(0)×2" in table
+
+
+def measured(layout: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for _, optimizer in problem.steps(layout, 2, problem.initial()):
+        figures = optimizer.metrics()
+    return figures
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_metrics_count_every_element_and_every_matrix_once(workers, layout: str) -> None:
+    alone = measured("local")
+    assert len(alone) == 8
+    for figures in workers(2).run(measured, layout):
+        assert figures == pytest.approx(alone, rel=1e-6)
+
+
+# ------------------------------------------------------------------ real models
+
+
+def tiny_llama(seed: int = 0) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train_fsdp(reshard: bool, mixed: bool) -> list[str]:
+    """Train with FSDP2 and, alone, with the gradients that FSDP2 computed."""
+    model, twin = tiny_llama(), tiny_llama()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
+    options: dict[str, Any] = {"mesh": mesh(), "reshard_after_forward": reshard}
+    if policy is not None:
+        options["mp_policy"] = policy
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = mm.from_model(model, lr=0.02)
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(96, (2, 16), generator=generator)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for (name, p), (other, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert name == other
+            q.grad = problem.whole(p.grad).to(q.dtype)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+def test_llama_under_fsdp2(workers, reshard: bool, mixed: bool) -> None:
+    assert workers(2).run(train_fsdp, reshard, mixed) == [[], []]
+
+
+def train_ddp(compiled: bool) -> list[str]:
+    model, twin = tiny_llama(), tiny_llama()
+    wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    optimizer = mm.from_model(wrapped, lr=0.02, process_group="world")
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in alone.param_groups]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(96, (2, 16), generator=generator)
+        with wrapped.no_sync():  # two micro-batches, one orthogonalization
+            wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        wrapped(input_ids=tokens.flip(1), labels=tokens.flip(1)).loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+def test_llama_under_ddp_with_accumulation(workers) -> None:
+    assert workers(2).run(train_ddp, False) == [[], []]
+
+
+def teardown_order() -> Tensor:
+    """Nothing of ours talks to a group when it is collected after the group is gone."""
+    group = dist.new_group([0, 1])
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([("w", weight)], lr=0.1, process_group=group)
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    dist.destroy_process_group(group)
+    del optimizer
+    return weight.detach()
+
+
+def test_teardown_after_the_group_is_destroyed(workers) -> None:
+    a, b = workers(2).run(teardown_order)
+    assert torch.equal(a, b)
+
+
+def shard1_by_fsdp() -> list[str]:
+    """FSDP2 on dim 1, which torch allows where it divides evenly."""
+    model, twin = tiny_llama(), tiny_llama()
+    by_columns = {"mesh": mesh(), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    for layer in model.model.layers:
+        fully_shard(layer, **by_columns)
+    fully_shard(model, **by_columns)
+    optimizer = mm.from_model(model, lr=0.02)
+    alone = mm.from_model(twin, lr=0.02, process_group="local")
+    for step in range(3):
+        tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = problem.whole(p.grad)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+    assert "Shard(1)" in str(optimizer.explain())
+    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
+
+
+def test_fsdp2_on_dim_1(workers) -> None:
+    assert workers(2).run(shard1_by_fsdp) == [[], []]
+
+
+def two_groups() -> tuple[list[str], int]:
+    """Two pairs of replicas that train different models: each pair is on its own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    results = []
+    for group in (groups[rank // 2], "local"):
+        model, _ = problem.hold("local", problem.initial(seed=rank // 2))
+        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
+        for step in range(2 + rank // 2):  # and for different times
+            for name, gradient in problem.gradients(step + rank // 2).items():
+                model.get_parameter(name).grad = gradient
+            optimizer.step()
+            if group != "local":
+                done = optimizer.counts.orthogonalized
+        results.append(problem.result(model, optimizer))
+    return problem.differing(*results), done
+
+
+def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
+    outcomes = workers(4).run(two_groups)
+    assert [differing for differing, _ in outcomes] == [[]] * 4
+    counts = [done for _, done in outcomes]
+    assert counts[0] + counts[1] == counts[2] + counts[3]
+    assert min(counts) > 0
+
+
+def kept() -> dict[str, int]:
+    """Where the buffers of a step are, by role."""
+    roles = {role: views[None] for (role, _), views in vars(threads._mine)["scratch"].items()}
+    assert {"gather.send 0", "scatter.receive 1"} <= roles.keys()
+    return {role: buffer.data_ptr() for role, buffer in roles.items()}
+
+
+def pipeline() -> tuple[list[str], bool]:
+    """What happens in which order, and whether the buffers of one step serve the next."""
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, memory_budget_mb=0.08, **problem.SETTINGS)
+    for name, gradient in problem.gradients(0).items():
+        model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+    optimizer.step()
+    exchange = optimizer._runtime.planned.exchange
+    owners = exchange
+    buffers = kept()
+    events: list[str] = []
+    run = exchange.run
+
+    def watched(work: Any) -> Any:
+        step_elementwise, orthogonalize, numbers = work.step_elementwise, owners._orthogonalize, itertools.count()
+
+        def computed(*batches: Any) -> Any:
+            found = orthogonalize(*batches)
+            events.append(f"computed {next(numbers)}")
+            return found
+
+        work.step_elementwise, owners._orthogonalize = lambda: (events.append("adamw 0"), step_elementwise()), computed
+        return run(work)
+
+    exchange.run = watched
+    for method in ("_gather", "_compute", "_scatter", "_receive"):
+        original = getattr(owners, method)
+
+        def logged(what: Any, *args: Any, _name: str = method, _call: Any = original) -> Any:
+            if what is not None:  # no stage before the first
+                events.append(f"{_name[1:]} {getattr(what, 'stage', what).number}")
+            return _call(what, *args)
+
+        setattr(owners, method, logged)
+    optimizer.step()
+    return events, buffers == kept()
+
+
+def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(workers) -> None:
+    for events, reused in workers(2).run(pipeline):
+        last = max(int(event.split()[1]) for event in events)
+        assert last >= 2
+        for number in range(last):
+            assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
+            assert events.index(f"scatter {number}") < events.index(f"compute {number + 1}")
+            assert events.index(f"computed {number + 1}") < events.index(f"receive {number}")
+        assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
+        assert reused

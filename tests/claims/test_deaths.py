@@ -1,0 +1,97 @@
+"""A rank that vanishes inside `step`: the others end in time, name it, and save nothing that is half written."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from tests.support.deaths import LAST_WHOLE, STEPS, How, Moment, Told, give, left_behind, make, optimizer_of
+
+SHARPEST = {("before the scatter", "killed")}
+TO_OWNERS = ("before a bucket of gradients", "before the averages of AdamW's")
+TIMEOUT = 6.0  # of the ranks' collectives
+
+
+@cache
+def weights_after(steps: int) -> dict[str, np.ndarray]:
+    """Those of one process."""
+    model = make()
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        give(model, step)
+        optimizer.step()
+    return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+
+
+def check(told: dict[int, Told], victim: int, *, patience: float = 30.0, alone: bool = True) -> None:
+    """``alone``: whether nobody else is named, such as ranks that have ended because of the victim."""
+    for rank, said in told.items():
+        assert said.error, f"rank {rank} finished {STEPS} steps without rank {victim}"
+        missing = said.error.partition("Missing: ")[2].partition(".")[0].split(", ")
+        assert missing == [str(victim)] if alone else str(victim) in missing, said.error
+        assert said.seconds < TIMEOUT + patience
+        if not said.refused:
+            assert said.whole >= LAST_WHOLE
+            expected = weights_after(said.whole)
+            assert all(np.array_equal(said.weights[name], expected[name]) for name in expected), (rank, said.whole)
+        else:
+            assert "interrupted while it wrote" in said.refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        pytest.param(moment, how, marks=() if (moment, how) in SHARPEST else pytest.mark.soak)
+        for moment in get_args(Moment)
+        for how in get_args(How)
+        if moment != "before passing on" and moment not in TO_OWNERS
+    ],
+)
+def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(moment: Moment, how: How) -> None:
+    told = left_behind(moment, how)
+    assert sorted(told) == [0, 2]
+    check(told, 1)
+    if moment not in ("before the flags", "at the end"):
+        assert all(said.refused for said in told.values()), "the step had begun to write"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("exited", "stopped"))]
+)
+def test_the_rank_that_keeps_the_store_is_named_too(how: How) -> None:
+    """Without torchrun rank 0 keeps the store, so that nobody can look there who is missing."""
+    told = left_behind("before the scatter", how, victim=0, keeps=True)
+    for said in told.values():
+        assert "The store of the ranks, in the process of rank 0" in said.error, said.error
+        assert said.seconds < TIMEOUT + 30
+        assert said.refused
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", get_args(How))
+def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> None:
+    """Four ranks on two machines. A rank that is sent nothing more may finish the step, and waits in the next one."""
+    told = left_behind("before passing on", how, ranks=4, machine=2)
+    assert sorted(told) == [0, 2, 3]
+    check(told, 1, alone=False)
+    assert any(said.refused for said in told.values()), "the step had begun to write"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("machine", [0, 2])
+@pytest.mark.parametrize("how", get_args(How))
+@pytest.mark.parametrize("moment", [*TO_OWNERS, "before the flags", "at the end"])
+def test_a_rank_that_vanishes_while_gradients_travel_to_owners_is_named(moment: Moment, how: How, machine: int) -> None:
+    """Whether in a backward pass or in a step, on one machine and on two."""
+    told = left_behind(moment, how, ranks=4, machine=machine, to_owners=True)
+    assert sorted(told) == [0, 2, 3]
+    check(told, 1, alone=False)
+    if moment in TO_OWNERS:
+        assert not any(said.refused for said in told.values()), "no rank has written anything yet"
+        assert {said.whole for said in told.values()} == {LAST_WHOLE}

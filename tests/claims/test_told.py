@@ -1,0 +1,267 @@
+"""Told: settings by torch's names, complex weights, and files and names that want to be more than they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+
+import muonmesh as mm
+from muonmesh.errors import FileError, explain_error
+from muonmesh.tools.cli.diagnosis import diagnose
+from tests.support.folders import forge
+from tests.support.in_copies import work_in_copies
+
+FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
+
+
+class Spectral(nn.Module):
+    """A matrix, and complex weights as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, 4, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+        self.mix = nn.Linear(4, 4)
+
+
+def test_an_entry_of_a_module_list_may_be_none() -> None:
+    block = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8), None])  # type: ignore[list-item]
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "layers": nn.ModuleList([block]), "head": nn.Linear(8, 10)})
+    names = [name for group in mm.split_params(model) for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("given", [{"betas": (0.8, 0.9), "eps": 1e-6}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}])
+def test_torchs_names_of_adamws_settings_are_taken_everywhere(given: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    table = [model[0].weight]
+    for optimizer in (
+        mm.from_model(model, **given),
+        mm.from_model(model, adamw=given),
+        mm.from_model(model, overrides={"0.weight": {"algorithm": "adamw", **given}}),
+        mm.Muon([{"params": table, "algorithm": "adamw", **given}]),
+    ):
+        (group,) = (group for group in optimizer.param_groups if any(p is table[0] for p in group["params"]))
+        assert (group["adamw_betas"], group["adamw_eps"]) == ((0.8, 0.9), 1e-6)
+    with pytest.raises(ValueError, match=r"betas=\(0.8, 0.9\) and adamw_betas=\(0.7, 0.9\); needed one of them"):
+        mm.from_model(model, adamw={"betas": (0.8, 0.9), "adamw_betas": (0.7, 0.9)})
+
+
+def test_errors_name_the_function_that_was_called_and_what_was_meant() -> None:
+    model = nn.Linear(8, 8)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: mm.from_model(model, muon=3), "^from_model: "),  # type: ignore[arg-type]
+        (lambda: mm.split_params(model, muon=3), "^split_params: "),  # type: ignore[arg-type]
+        (lambda: mm.from_model(model, wrong=3), "^from_model: .*muonmesh.from_model"),  # type: ignore[call-arg]
+        (lambda: mm.Muon([model.weight], maximize=True), "negate the loss"),  # type: ignore[call-arg]
+        (lambda: mm.Muon([model.weight], state_dtype="bf16"), "Write state_dtype=torch.bfloat16"),  # type: ignore[arg-type]
+        (lambda: mm.Muon([model.weight], master_dtype="float16"), "Write master_dtype=torch.float16"),  # type: ignore[arg-type]
+        (lambda: mm.Muon([model.weight], lr=10**400), "lr: found 1000.* needed a number"),
+        (lambda: mm.Muon([model.weight], ns_steps=10**9), "ns_steps: found 1000000000; needed .* from 1 to 100"),
+        (lambda: mm.orthogonalize(torch.ones(2, 2), steps=10**9), "at most 100"),
+    ]
+    for call, said in wrong:
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()
+
+
+def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours, theirs = Spectral(), Spectral()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = mm.from_model(ours, lr=1e-2)
+    decays = [{"params": [theirs.weights], "weight_decay": 0.1}, {"params": [theirs.scale], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(decays, lr=1e-2, betas=(0.9, 0.95))
+    for _ in range(3):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.grad, other.grad = (torch.full_like(mine, 0.3 + 0.1 * mine.numel()) for _ in range(2))
+            mine.grad.mul_(mine.detach())
+            other.grad.copy_(mine.grad)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad.to(torch.complex128) for p in ours.parameters() if p.grad is not None]
+        )
+        assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-6)
+        optimizer.step()
+        reference.step()
+    for name in ("weights", "scale"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert torch.equal(mine, other)
+        for key, value in reference.state[other].items():
+            assert torch.equal(optimizer.state[mine][key], value)
+            assert optimizer.state[mine][key].dtype == value.dtype
+    mm.checkpoint.save(tmp_path / "saved", ours, optimizer)
+    loaded = Spectral()
+    again = mm.from_model(loaded)
+    mm.checkpoint.load(tmp_path / "saved", loaded, again)
+    assert torch.equal(loaded.weights, ours.weights)
+    assert torch.equal(again.state[loaded.weights]["exp_avg_sq"], optimizer.state[ours.weights]["exp_avg_sq"])
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.state[loaded.scale]["exp_avg"], optimizer.state[ours.scale]["exp_avg"])
+    with pytest.raises(TypeError, match=r"torch\.view_as_real"):
+        mm.from_model(Spectral(), overrides={"weights": {"algorithm": "muon", "matrices": "stack"}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"master_dtype": torch.float64},
+        {"state_dtype": "int8"},
+        {"state_dtype": torch.bfloat16, "state_device": "cpu"},
+        {"stochastic_rounding": 1},
+    ],
+    ids=["masters", "int8", "offload", "rounding"],
+)
+def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
+    """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
+    torch.manual_seed(0)
+    ours, theirs = Spectral(), Spectral()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = mm.from_model(ours, lr=1e-2, **settings)
+    if "state_device" in settings:
+        work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
+    wide = torch.complex128 if "master_dtype" in settings else torch.complex64
+    weights = theirs.weights.detach().to(wide).requires_grad_()
+    reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        for parameter in ours.parameters():
+            parameter.grad = torch.randn_like(parameter) + step
+        assert ours.weights.grad is not None
+        weights.grad = ours.weights.grad.to(wide)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours.weights, weights.to(torch.complex64))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizer.state[ours.weights][key], reference.state[weights][key])
+
+
+def test_torchs_scaler_takes_no_complex_gradients_whatever_the_optimizer() -> None:
+    for make in (mm.from_model, lambda model: torch.optim.AdamW(model.parameters())):
+        model = Spectral()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        scaler, optimizer = torch.amp.grad_scaler.GradScaler("cpu"), make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        scaler.scale(torch.zeros(()))
+        with pytest.raises(NotImplementedError, match="not implemented for 'Complex"):
+            scaler.step(optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_healthy_checkpoint_of_torch_is_not_to_be_removed(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    torch_save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torchs")
+    with pytest.raises(FileError, match=r"a checkpoint of torch\.distributed\.checkpoint.*set_state_dict") as error:
+        mm.checkpoint.load(tmp_path / "torchs", model, mm.from_model(model))
+    assert "emove" not in str(error.value)
+
+
+def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = mm.from_model(model)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    path = tmp_path / "saved" / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"][FORGED] = content["files"]["settings.json"]
+    path.write_text(json.dumps(content))
+    from muonmesh.tools.cli.doctor import print_diagnosis
+
+    print_diagnosis(diagnose(tmp_path / "saved"))
+    printed = capsys.readouterr().out
+    told = [printed, str(FileError(FORGED)), explain_error(FORGED, FORGED, FORGED)]
+
+    class Odd(nn.Module):
+        pass
+
+    def named(*sizes: int) -> nn.Module:
+        odd = Odd()
+        for number, size in enumerate(sizes):
+            odd.register_module(f"{number}{FORGED}", nn.Linear(size, size))
+        return odd
+
+    odd = named(8, 8, 8)
+    odd.get_submodule(f"0{FORGED}").requires_grad_(False)  # named among what is left out
+    groups = mm.split_params(odd)
+    told += [
+        str(groups),
+        str(mm.Muon(groups).explain()),
+    ]
+
+    def step(closure: Any = None) -> None:
+        raise ValueError(FORGED)
+
+    failing = mm.Muon(groups)
+    failing.step = step  # type: ignore[assignment]
+    report = mm.audit(failing, odd)
+    told += [str(replace(report, guesses=(FORGED,))), str(replace(report, raised=f"{FORGED}: error"))]
+    for text in told:
+        assert "whole: yes" in text
+        assert "\nwhole: yes" not in text
+        assert not {*text} & {*"\x1b\x07\u202e"}
+
+
+BOUNDS: list[tuple[str, str, str]] = [
+    ("lr", "1e38", "a number of at least 0, at most 1e\\+09"),
+    ("lr", "1" + "0" * 400, "needed"),
+    ("lr", "-1.0", "a number of at least 0"),
+    ("lr", "NaN", "needed"),
+    ("weight_decay", "1e30", "at most 1e\\+09"),
+    ("extra_scale_factor", "1e300", "at most 1e\\+09"),
+    ("momentum", "1.0", r"a number in \[0, 1\)"),
+    ("ns_steps", "1000000000", "a whole number from 1 to 100"),
+    ("ns_steps", "1e9", "a whole number from 1 to 100"),
+    ("adamw_betas", "[0.9, 1.0]", "adamw_betas"),
+    ("adamw_eps", "1e39", "at most 1e\\+09"),
+    ("stochastic_rounding", "1" + "0" * 5000, "4300 digits"),
+    ("ns_coefficients", "[[1e39, 1.0, 1.0]]", "at most 1e\\+09 in size"),
+    ("ns_coefficients", json.dumps([[3.4445, -4.775, 2.0315]] * 101), "at most 100"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "needed"), BOUNDS, ids=lambda value: value[:20])
+def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, needed: str, tmp_path: Path) -> None:
+    """A forged settings.json costs no time and changes nothing, and the next good step is as without it."""
+
+    def made() -> tuple[nn.Module, mm.Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        return model, mm.from_model(model, lr=0.01)
+
+    def stepped(model: nn.Module, optimizer: mm.Muon) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    (model, optimizer), (twin, other) = made(), made()
+    for one in ((model, optimizer), (twin, other)):
+        stepped(*one)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    path = tmp_path / "saved" / "settings.json"
+    content = json.loads(path.read_text())
+    for group in content["groups"]:
+        group["settings"][key] = "forged"
+    path.write_text(json.dumps(content).replace('"forged"', value))
+    forge(path.parent)
+    began = time.monotonic()
+    with pytest.raises((mm.StateError, FileError), match=needed):
+        mm.checkpoint.load(tmp_path / "saved", model, optimizer)
+    assert time.monotonic() - began < 5
+    assert all(map(torch.equal, stepped(model, optimizer), stepped(twin, other)))
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "a/" * 3000, os.fsdecode(b"\xff"), "loop"])
+def test_doctor_has_a_sentence_for_every_path(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    found = diagnose(tmp_path / name)
+    assert not found.kind
+    assert len(found.faults) == 1
+    assert "needed a folder or a file" in found.faults[0]

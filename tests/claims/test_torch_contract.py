@@ -1,0 +1,998 @@
+"""The contract of torch.optim: what torch's own generic tests ask of each of its optimizers, asked of `Muon`.
+
+torch tests its optimizers by a table of inputs (`OptimizerInfo`, in torch.testing._internal.common_optimizers, which
+needs a package that is not among ours) and generic tests (`test/test_optim.py`, not in the wheel). `INPUTS` is such a
+table; the tests have the intent of torch's and their names in the docstrings. Where `Muon` does otherwise on purpose,
+`DEVIATIONS` says so and why, and each is asserted at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+import muonmesh as mm
+from muonmesh.checkpoint import state
+from tests.support.samples import one_in
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*without masters")
+
+# ------------------------------------------------------------------ the table
+
+INPUTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "lr": {"lr": 0.01},
+    "tensor lr": {"lr": torch.tensor(0.001)},
+    "tensor lr of one dim": {"lr": torch.tensor([0.001])},
+    "no decay": {"weight_decay": 0.0},
+    "much decay": {"weight_decay": 0.9},
+    "no momentum": {"momentum": 0.0},
+    "less momentum": {"momentum": 0.8},
+    "no nesterov": {"nesterov": False},
+    **{f"scale {mode}": {"scale_mode": mode} for mode in ("original", "spectral", "unit_rms_norm", "none")},
+    "extra scale": {"extra_scale_factor": 0.3},
+    "six steps": {"ns_steps": 6},
+    "coefficients by name": {"ns_coefficients": "quintic"},
+    "coefficients": {"ns_coefficients": ((3.4445, -4.775, 2.0315),)},
+    "gram": {"ns_method": "gram"},
+    "betas and eps": {"adamw_betas": (0.8, 0.99), "adamw_eps": 1e-6},
+    "fp32": {"compute_dtype": torch.float32},
+    "fp64": {"compute_dtype": torch.float64, "state_dtype": torch.float64},
+    "bf16 state": {"state_dtype": torch.bfloat16},
+    "masters": {"master_dtype": torch.float64},
+    "shared state": {"shard_state": True},
+    "small buckets": {"memory_budget_mb": 0.0016},
+    "local": {"process_group": "local"},
+}
+SHAPES = {"bias": (10,), "head": (5, 3), "scalar": (), "stack": (2, 4, 3), "tall": (9, 4), "weight": (5, 10)}
+MUON = ("weight", "tall", "stack")
+inputs = pytest.mark.parametrize("name", one_in(3, INPUTS))
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
+
+
+def groups(held: dict[str, nn.Parameter], **settings: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": [held[n] for n in MUON], "param_names": list(MUON), "name": "muon", **settings},
+        *(
+            {"params": [held[n]], "param_names": [n], "algorithm": "adamw", "name": n, **settings}
+            for n in SHAPES
+            if n not in MUON
+        ),
+    ]
+
+
+def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Parameter], mm.Muon]:
+    held = parameters(seed, dtype)
+    return held, mm.Muon(groups(held), **copy.deepcopy(INPUTS[name]))
+
+
+def draw(held: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in held.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def advance(held: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        draw(held, step)
+        optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested values are equal, tensors bit for bit and of the same dtype."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+# ------------------------------------------------------------------ it goes downhill
+
+
+def descends(name: str, make: Callable[[Tensor], nn.Parameter], scheduler: Any = None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = make(torch.randn(10, 5, generator=generator))
+    bias = nn.Parameter(torch.randn(10, generator=generator))
+    x = torch.randn(5, generator=generator)
+    settings = {"lr": 0.01, **copy.deepcopy(INPUTS[name])}
+    optimizer = mm.Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}], **settings)
+    schedule = scheduler(optimizer) if scheduler else None
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight.mv(x) + bias).pow(2).sum()
+        loss.backward()
+        return loss
+
+    first = float(closure())
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+            schedule.step(loss)
+        elif schedule is not None:
+            schedule.step()
+    assert float(closure()) < first
+
+
+@inputs
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "not contiguous"])
+def test_it_goes_downhill(name: str, contiguous: bool) -> None:
+    """test_forloop_goes_right_direction."""
+
+    def make(value: Tensor) -> nn.Parameter:
+        return nn.Parameter(value if contiguous else torch.stack([value, value], -1)[..., 0])
+
+    assert make(torch.zeros(10, 5)).is_contiguous() == contiguous
+    descends(name, make)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4], gamma=0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, factor=0.4, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=30, power=0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=30),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.001, max_lr=0.02, step_size_up=3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=30),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)], milestones=[2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, gamma=0.9)]
+    ),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.005, anneal_epochs=3),
+}
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    classes = {name for name in lr_scheduler.__all__ if name != "LRScheduler"} | {"SWALR"}
+    assert set(SCHEDULERS) == classes
+
+
+@pytest.mark.parametrize(
+    "lr", [pytest.param(0.01, id="number", marks=pytest.mark.soak), pytest.param(torch.tensor(0.01), id="tensor")]
+)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr: Any) -> None:
+    """test_forloop_goes_right_direction_with_lrsched, for all of them: the rates are those that torch's AdamW gets."""
+    held, twins = parameters(), parameters()
+    optimizer = mm.Muon(groups(held), lr=copy.deepcopy(lr))
+    # A tensor for each group: torch shares one between groups, where ReduceLROnPlateau counts once for each of them.
+    other = torch.optim.AdamW([{"params": g["params"], "lr": copy.deepcopy(lr)} for g in groups(twins)])
+    schedule, twin = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](other)
+    moved = set()
+    for step in range(8):
+        advance(held, optimizer, range(step, step + 1))
+        advance(twins, other, range(step, step + 1))
+        for some in (schedule, twin):
+            some.step(1.0) if isinstance(some, lr_scheduler.ReduceLROnPlateau) else some.step()
+        rates = [float(g["lr"]) for g in optimizer.param_groups]
+        assert rates == [float(g["lr"]) for g in other.param_groups]
+        moved.add(rates[0])
+    assert len(moved) > 1
+    if not isinstance(schedule, SWALR):
+        state = copy.deepcopy(schedule.state_dict())
+        schedule.load_state_dict(state)
+    descends("default", nn.Parameter, SCHEDULERS[scheduler])
+
+
+@pytest.mark.parametrize("scheduler", ["CyclicLR", "OneCycleLR"])
+def test_what_cycles_momentum_cycles_muons(scheduler: str) -> None:
+    """AdamW's betas stay: they are `adamw_betas`, which torch's schedulers do not know."""
+    held = parameters()
+    optimizer = mm.Muon(groups(held), lr=0.01)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    seen = []
+    for step in range(6):
+        before = optimizer.param_groups[0]["momentum"]
+        old = optimizer.state[held["weight"]].get("momentum_buffer", torch.zeros(5, 10)).clone()
+        advance(held, optimizer, range(step, step + 1))
+        expected = old.lerp(held["weight"].grad, 1 - before)
+        assert torch.equal(optimizer.state[held["weight"]]["momentum_buffer"], expected)
+        schedule.step()
+        seen.append(before)
+    assert len(set(seen)) > 3
+    assert all(group["adamw_betas"] == (0.9, 0.95) for group in optimizer.param_groups)
+
+
+# ------------------------------------------------------------------ learning rates and groups
+
+
+@inputs
+def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name: str) -> None:
+    """test_tensor_lr: of no dim and of one, changed in place."""
+    number = float(INPUTS[name].get("lr", 0.01))
+    results = []
+    for lr in (number, torch.tensor(number, dtype=torch.float64), torch.tensor([number], dtype=torch.float64)):
+        held = parameters()
+        optimizer = mm.Muon(groups(held), **{**INPUTS[name], "lr": lr})
+        advance(held, optimizer, range(2))
+        for group in optimizer.param_groups:
+            if isinstance(lr, Tensor):
+                group["lr"].fill_(number / 4)
+            else:
+                group["lr"] = number / 4
+        advance(held, optimizer, range(2, 4))
+        results.append([p.detach() for p in held.values()])
+        if isinstance(lr, Tensor):
+            assert float(lr) == number  # each of the groups has a copy
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+@inputs
+def test_groups_have_decay_of_their_own(name: str) -> None:
+    """test_param_groups_weight_decay: a group without decay is not decayed by another's."""
+    settings = {k: v for k, v in INPUTS[name].items() if k != "weight_decay"}
+    found = {}
+    for decays in ((0.0, 0.5), (0.5, 0.0), (0.0, 0.0)):
+        held = parameters()
+        given = groups(held)
+        for group in given:
+            group["weight_decay"] = decays[0] if group["name"] == "muon" else decays[1]
+        advance(held, mm.Muon(given, **copy.deepcopy({"lr": 0.1, **settings})), range(3))
+        found[decays] = {n: p.detach() for n, p in held.items()}
+    for n in SHAPES:
+        own, plain = ((0.5, 0.0), (0.0, 0.5)) if n in MUON else ((0.0, 0.5), (0.5, 0.0))
+        assert same(found[plain][n], found[0.0, 0.0][n])
+        assert not same(found[own][n], found[0.0, 0.0][n])
+
+
+@inputs
+def test_groups_have_rates_of_their_own(name: str) -> None:
+    """test_param_groups_lr: a rate of zero leaves its group alone, and only that."""
+    held = parameters()
+    given = groups(held)
+    given[0]["lr"], given[1]["lr"] = 0.0, 0.0
+    before = {n: p.detach().clone() for n, p in held.items()}
+    advance(held, mm.Muon(given, **copy.deepcopy(INPUTS[name])), range(2))
+    still = {*MUON, given[1]["name"]}
+    assert {n for n, p in held.items() if same(p.detach(), before[n])} == still
+
+
+def test_a_group_added_later_takes_the_defaults_as_they_are_then() -> None:
+    held = parameters()
+    optimizer = mm.Muon([held["weight"]])
+    optimizer.defaults["lr"] = 0.5
+    optimizer.add_param_group({"params": held["tall"], "algorithm": "muon"})
+    optimizer.add_param_group({"params": iter([held["stack"]]), "lr": 0.1, "algorithm": "muon"})
+    assert [g["lr"] for g in optimizer.param_groups] == [3e-4, 0.5, 0.1]
+    advance({n: held[n] for n in MUON}, optimizer, range(1))
+    assert all("momentum_buffer" in optimizer.state[held[n]] for n in MUON)
+
+
+def test_parameters_may_be_given_in_every_way_that_torch_takes() -> None:
+    results = []
+    for give in (
+        lambda held: [held["weight"], held["tall"]],
+        lambda held: (held["weight"], held["tall"]),
+        lambda held: (held[n] for n in ("weight", "tall")),
+        lambda held: [("weight", held["weight"]), ("tall", held["tall"])],
+        lambda held: ((n, held[n]) for n in ("weight", "tall")),
+        lambda held: OrderedDict((n, held[n]) for n in ("weight", "tall")).items(),
+        lambda held: {n: held[n] for n in ("weight", "tall")}.values(),
+        lambda held: [{"params": held["weight"]}, {"params": held["tall"]}],
+        lambda held: ({"params": [held[n]]} for n in ("weight", "tall")),
+        lambda held: [{"params": (held[n] for n in ("weight", "tall"))}],
+        lambda held: [{"params": ((n, held[n]) for n in ("weight", "tall"))}],
+        lambda held: nn.ParameterList([held["weight"], held["tall"]]).parameters(),
+    ):
+        held = parameters()
+        optimizer = mm.Muon(give(held), lr=0.1)
+        advance({n: held[n] for n in ("weight", "tall")}, optimizer, range(2))
+        results.append([held["weight"].detach(), held["tall"].detach()])
+        names = [n for g in optimizer.param_groups for n in g["param_names"]]
+        assert len(set(names)) == 2
+    assert all(same(results[0], other) for other in results)
+
+
+# ------------------------------------------------------------------ steps that do nothing
+
+
+@inputs
+def test_a_step_without_gradients_does_nothing(name: str) -> None:
+    """test_step_is_noop_when_params_have_no_grad."""
+    held, optimizer = build(name)
+    before = [p.detach().clone() for p in held.values()]
+    optimizer.step()
+    assert same(before, [p.detach() for p in held.values()])
+    assert not any("momentum_buffer" in s for s in optimizer.state.values())
+
+
+@inputs
+def test_zero_gradients_move_nothing_without_decay(name: str) -> None:
+    """test_step_is_noop_for_zero_grads."""
+    held = parameters()
+    optimizer = mm.Muon(groups(held), **copy.deepcopy({**INPUTS[name], "weight_decay": 0.0}))
+    before = [p.detach().clone() for p in held.values()]
+    for parameter in held.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    assert same(before, [p.detach() for p in held.values()])
+
+
+def test_a_group_without_parameters_is_left_alone() -> None:
+    held = parameters()
+    optimizer = mm.Muon([{"params": []}, {"params": [held["weight"]]}, {"params": [], "algorithm": "adamw"}])
+    draw(held, 0)
+    before = held["weight"].detach().clone()
+    optimizer.step()
+    assert not same(before, held["weight"].detach())
+    alone = mm.Muon([{"params": []}])
+    assert alone.step(lambda: 3.0) == 3.0
+    assert float(alone.clip_grad_norm_(1.0)) == 0.0
+    assert alone.metrics() == {}
+    alone.load_state_dict(alone.state_dict())
+    assert str(alone.explain())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    held, optimizer = build("default")
+    draw(held, 0)
+    optimizer.zero_grad(set_to_none)
+    for parameter in held.values():
+        assert parameter.grad is None if set_to_none else not parameter.grad.any()  # type: ignore[union-attr]
+    before = [p.detach().clone() for p in held.values()]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    optimizer.step()
+    assert same(before, [p.detach() for p in held.values()])
+
+
+# ------------------------------------------------------------------ state
+
+
+@inputs
+def test_a_state_dict_continues_bit_for_bit(name: str) -> None:
+    """test_load_state_dict, test_save_load_equality_with_weights_only: through a file, weights_only."""
+    held, optimizer = build(name)
+    advance(held, optimizer, range(3))
+    state = saved(optimizer.state_dict())
+    assert same(state["state"], optimizer.state_dict()["state"])
+    twins, other = build(name)
+    for n, parameter in held.items():
+        twins[n].data.copy_(parameter.data)
+    other.load_state_dict(state)
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    for some, o in ((held, optimizer), (twins, other)):
+        advance(some, o, range(3, 6))
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@inputs
+def test_state_dicts_come_in_the_same_order(name: str) -> None:
+    """test_state_dict_deterministic."""
+    held, optimizer = build(name)
+    advance(held, optimizer, range(1))
+    state = optimizer.state_dict()
+    assert list(state["state"]) == list(range(len(held)))
+    assert [g["params"] for g in state["param_groups"]] == [[0, 1, 2], [3], [4], [5]]
+    assert [g["param_names"] for g in state["param_groups"]] == [list(MUON), ["bias"], ["head"], ["scalar"]]
+    twins, other = build(name)
+    other.load_state_dict(state)
+    assert list(other.state_dict()["state"]) == list(range(len(twins)))
+
+
+def test_settings_of_the_state_win_and_missing_ones_stay() -> None:
+    """test_can_load_older_state_dict: a state from before a setting existed."""
+    held, optimizer = build("default")
+    advance(held, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        for key in ("nesterov", "ns_method", "extra_scale_factor", "param_names", "name", "adamw_eps"):
+            group.pop(key)
+        group["lr"] = 0.125
+    twins = parameters()
+    other = mm.Muon(groups(twins), nesterov=False, extra_scale_factor=0.5)
+    other.load_state_dict(state)
+    assert {g["lr"] for g in other.param_groups} == {0.125}
+    assert {(g["nesterov"], g["extra_scale_factor"]) for g in other.param_groups} == {(False, 0.5)}
+    assert other.param_groups[0]["param_names"] == list(MUON)
+    advance(twins, other, range(1, 2))
+
+
+@pytest.mark.parametrize("from_names", [True, False])
+@pytest.mark.parametrize("to_names", [True, False])
+def test_states_with_and_without_names_load_into_each_other(from_names: bool, to_names: bool) -> None:
+    """test_can_load_from_to_named_state_dict; the names of the optimizer that loads stay."""
+
+    def made(named: bool) -> tuple[nn.Parameter, mm.Muon]:
+        weight = parameters()["weight"]
+        return weight, mm.Muon([("own", weight)] if named else [weight], lr=0.1)
+
+    weight, optimizer = made(from_names)
+    advance({"weight": weight}, optimizer, range(2))
+    twin, other = made(to_names)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["param_names"] == (["own"] if to_names else ["group0.0"])
+    assert same(other.state[twin], optimizer.state[weight])
+
+
+def test_a_step_count_that_is_a_number_loads() -> None:
+    """test_load_nontensor_step: states of torch before 1.12."""
+    held, optimizer = build("default")
+    advance(held, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        if "step" in entry:
+            entry["step"] = float(entry["step"])
+    twins, other = build("default")
+    for n, parameter in held.items():
+        twins[n].data.copy_(parameter.data)
+    other.load_state_dict(state)
+    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    for some, o in ((held, optimizer), (twins, other)):
+        advance(some, o, range(2, 3))
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_states_load_across_dtypes_of_parameters(source: torch.dtype, to: torch.dtype) -> None:
+    """test_cpu_load_state_dict and its relatives: moments as the parameters, momentum as `state_dtype`."""
+    held, optimizer = build("default", dtype=source)
+    advance(held, optimizer, range(2))
+    twins, other = build("default", dtype=to)
+    other.load_state_dict(saved(optimizer.state_dict()))
+    for n in held:
+        mine, theirs = optimizer.state[held[n]], other.state[twins[n]]
+        if n in MUON:
+            assert same(mine, theirs)
+            assert theirs["momentum_buffer"].dtype == torch.float32
+        else:
+            assert theirs["step"].dtype == torch.float32
+            assert same(theirs["exp_avg"], mine["exp_avg"].to(to))
+    advance(twins, other, range(2, 3))
+
+
+@inputs
+def test_what_is_loaded_is_not_shared_with_what_it_was_loaded_from(name: str) -> None:
+    held, optimizer = build(name)
+    advance(held, optimizer, range(2))
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    twins, other = build(name)
+    other.load_state_dict(state)
+    advance(twins, other, range(2, 4))
+    other.param_groups[0]["momentum"] = 0.5
+    assert same(state, kept)
+    assert same(optimizer.state_dict(), kept)
+
+
+@inputs
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_have_every_setting_and_go_on_alike(name: str, how: str) -> None:
+    """test_deepcopy_copies_all_public_attrs, test_pickle."""
+    held, optimizer = build(name)
+    advance(held, optimizer, range(2))
+    pair = (held, optimizer)
+    twins, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    public = {key for key in vars(optimizer) if not key.startswith("_")}
+    assert public == {key for key in vars(other) if not key.startswith("_")}
+    # torch's own __setstate__ adds this one
+    assert same({**optimizer.defaults, "differentiable": False}, other.defaults)
+    assert same(optimizer.state_dict(), other.state_dict())
+    for some, o in ((held, optimizer), (twins, other)):
+        advance(some, o, range(2, 4))
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+
+
+@inputs
+def test_it_prints_its_groups(name: str) -> None:
+    """test_optimizer_can_be_printed."""
+    _, optimizer = build(name)
+    first, *lines, last = repr(optimizer).splitlines()
+    assert (first, last) == ("Muon (", ")")
+    assert [line.split(":")[0].strip() for line in lines] == [group["name"] for group in optimizer.param_groups]
+
+
+# ------------------------------------------------------------------ hooks
+
+
+def test_hooks_of_a_step_run_in_torchs_order_and_may_change_its_arguments() -> None:
+    """test_step_pre_hook, test_step_post_hook, test_step_all_hooks."""
+    held, optimizer = build("default")
+    draw(held, 0)
+    seen: list[str] = []
+    given: list[Any] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: seen.append("global pre")),
+        register_optimizer_step_post_hook(lambda o, a, k: seen.append("global post")),
+        optimizer.register_step_pre_hook(lambda o, a, k: seen.append("pre")),
+        optimizer.register_step_post_hook(lambda o, a, k: seen.append("post")),
+    ]
+
+    def replaced(o: Any, args: Any, kwargs: Any) -> Any:
+        given.append((o is optimizer, args[1:], kwargs))
+        return args, {"closure": lambda: 7.0}
+
+    handles.append(optimizer.register_step_pre_hook(replaced))
+    seen.clear()
+    assert optimizer.step() == 7.0
+    assert seen == ["global pre", "pre", "post", "global post"]
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    assert optimizer.step() is None
+    assert seen == []
+    assert given[-1] == (True, (), {})
+
+
+def test_hooks_of_state_dict_and_load_state_dict() -> None:
+    """test_state_dict_pre_hook, ..._post_hook, test_load_state_dict_pre_hook_and_prepend, ..._post_hook."""
+    held, optimizer = build("default")
+    advance(held, optimizer, range(1))
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("pre, in front"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mine": 1})
+    state = optimizer.state_dict()
+    assert seen == ["pre, in front", "pre"]
+    assert state["mine"] == 1
+
+    def doubled(o: Any, given: dict[str, Any]) -> dict[str, Any]:
+        seen.append("load")
+        given = copy.deepcopy(given)
+        for group in given["param_groups"]:
+            group["lr"] = group["lr"] * 2
+        for entry in given["state"].values():
+            if "momentum_buffer" in entry:
+                entry["momentum_buffer"] *= 2
+        return given
+
+    twins, other = build("default")
+    other.register_load_state_dict_pre_hook(lambda o, given: seen.append("load, first"), prepend=True)
+    other.register_load_state_dict_pre_hook(doubled)
+    other.register_load_state_dict_post_hook(lambda o: seen.append(f"loaded {o.param_groups[0]['lr']}"))
+    other.register_load_state_dict_post_hook(lambda o: seen.append("loaded, first"), prepend=True)
+    seen.clear()
+    other.load_state_dict(state)
+    assert seen == ["load, first", "load", "loaded, first", "loaded 0.0006"]
+    assert same(other.state[twins["weight"]]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"] * 2)
+    assert same(state["state"][0]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"])
+
+
+def test_a_step_shows_in_profiles_under_its_name() -> None:
+    """_hook_for_profile: the record has torch's name, once, also after a copy."""
+    held, optimizer = build("default")
+    for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        draw(held, 0)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            some.step()
+            some.zero_grad()
+        names = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
+        assert names == ["Optimizer.step#Muon.step", "Optimizer.zero_grad#Muon.zero_grad"]
+
+
+def test_a_subclass_is_hooked_once() -> None:
+    class Mine(mm.Muon):
+        pass
+
+    held = parameters()
+    optimizer = Mine(groups(held))
+    seen: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    advance(held, optimizer, range(1))
+    assert seen == ["post"]
+
+
+# ------------------------------------------------------------------ around it
+
+
+def test_closure() -> None:
+    held, optimizer = build("default")
+    calls: list[bool] = []
+
+    def closure() -> float:
+        calls.append(torch.is_grad_enabled())
+        draw(held, len(calls))
+        return 2.5
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 2.5
+    assert calls == [True]
+    assert optimizer.step() is None
+
+
+@inputs
+@pytest.mark.parametrize("what", ["parameters", "gradients", "both"])
+def test_memory_formats_change_no_bit(name: str, what: str) -> None:
+    held, optimizer = build(name)
+    twins, other = build(name)
+    for parameter in twins.values():
+        if what != "gradients" and parameter.ndim:
+            parameter.data = torch.stack([parameter.data, parameter.data], -1)[..., 0]
+    for step in range(2):
+        for some in (held, twins):
+            draw(some, step)
+        for parameter in twins.values():
+            if what != "parameters" and parameter.ndim > 1 and parameter.grad is not None:
+                parameter.grad = parameter.grad.mT.contiguous().mT
+        optimizer.step()
+        other.step()
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+
+
+@pytest.mark.parametrize("average", [None, torch.optim.swa_utils.get_ema_avg_fn(0.9)], ids=["swa", "ema"])
+def test_averaged_models(average: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    optimizer = mm.from_model(model, lr=0.1)
+    averaged = AveragedModel(model, avg_fn=average)
+    schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    held = dict(model.named_parameters())
+    trail = []
+    for step in range(3):
+        advance(held, optimizer, range(step, step + 1))
+        averaged.update_parameters(model)
+        schedule.step()
+        trail.append([p.detach().clone() for p in model.parameters()])
+    mean = [torch.stack(values).mean(0) for values in zip(*trail, strict=True)]
+    if average is None:
+        for expected, found in zip(mean, averaged.parameters(), strict=True):
+            torch.testing.assert_close(found.detach(), expected)
+    assert not same(mean, trail[-1])
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("growth", [2.0**4, 2.0**20])
+@inputs
+def test_grad_scaler(name: str, growth: float, unscale: bool) -> None:
+    """test_grad_scaling_autocast_fused_optimizers and test_fused_does_not_step_if_foundinf."""
+    held, optimizer = build(name)
+    twins, other = build(name)
+    scaler = torch.amp.GradScaler("cpu", init_scale=growth)
+    scaler.scale(torch.ones(()))
+    for step in range(2):
+        draw(held, step)
+        draw(twins, step)
+        other.step()
+        for parameter in held.values():
+            parameter.grad.mul_(scaler.get_scale())  # type: ignore[union-attr]
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    draw(held, 3)
+    held["bias"].grad[3] = math.inf  # type: ignore[index]
+    before = copy.deepcopy(optimizer.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == growth / 2
+    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same(optimizer.state_dict(), before)
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape or (2, 3), dtype=dtype))
+
+
+def test_a_rate_that_a_framework_moves_to_a_device_is_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate moves the whole state dict to the GPU, and so does ``torch.load(map_location=...)``."""
+    with FakeTensorMode():
+        assert state._on_host(torch.empty((), device="cuda")).device.type == "cpu"
+    saved = (optimizer := mm.Muon([weight()], lr=torch.tensor(0.1))).state_dict()
+    saved["param_groups"][0]["lr"] = torch.tensor(-1.0)  # in place of one on a device, it is refused as such
+    monkeypatch.setattr(state, "_on_host", lambda lr: torch.tensor(0.25) if lr < 0 else lr)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+# As torch's get_error_inputs_for_all_optims and error_inputs of its Muon: what is wrong, its class, its words.
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a tensor": (lambda: mm.Muon(weight()), TypeError, "should be an iterable of Tensors or dicts"),
+    "no parameters": (lambda: mm.Muon([]), ValueError, "empty parameter list"),
+    "an empty generator": (lambda: mm.Muon(iter(())), ValueError, "empty parameter list"),
+    "in two groups": (
+        lambda: mm.Muon([{"params": (w := weight())}, {"params": w}]),
+        ValueError,
+        "some parameters appear in more than one parameter group",
+    ),
+    "names for some": (
+        lambda: mm.Muon([("weight", weight()), weight()]),
+        ValueError,
+        "all optimizer params should be with/without names. Some param names are missing",
+    ),
+    "two rates": (lambda: mm.Muon([weight()], lr=torch.tensor([0.1, 0.2])), ValueError, "tensor of one element"),
+    "a rate on a device": (
+        lambda: mm.Muon([weight()], lr=torch.zeros((), device="meta")),
+        ValueError,
+        "one element with it, in CPU memory",
+    ),
+    "a set in a group": (lambda: mm.Muon([{"params": {weight()}}]), TypeError, "ordered collections"),
+    "numbers": (lambda: mm.Muon([1.0]), TypeError, "can only optimize Tensors"),
+    "text": (lambda: mm.Muon("weight"), TypeError, "can only optimize Tensors"),
+    "one group alone": (lambda: mm.Muon({"params": [weight()]}), TypeError, "can only optimize Tensors"),
+    "not a leaf": (lambda: mm.Muon([weight() * 2]), ValueError, "can't optimize a non-leaf Tensor"),
+    "a group without params": (lambda: mm.Muon([{"lr": 0.1}]), KeyError, "params"),
+    "a list as group": (lambda: mm.Muon([weight()]).add_param_group([weight()]), TypeError, "needed a dict"),
+    "negative rate": (lambda: mm.Muon([weight()], lr=-0.5), ValueError, "lr: found -0.5"),
+    "a vector": (lambda: mm.Muon([weight(3)]), ValueError, r"found shape \(3,\)"),
+    "complex": (lambda: mm.Muon([weight(dtype=torch.complex64)]), TypeError, "complex64"),
+    "too few groups in a state": (
+        lambda: mm.Muon([weight()]).load_state_dict({"state": {}, "param_groups": []}),
+        mm.StateError,
+        "found 0 groups",
+    ),
+    "no groups in a state": (
+        lambda: mm.Muon([weight()]).load_state_dict({"state": {}}),
+        mm.StateError,
+        r"load_state_dict\['param_groups'\]: found nothing; needed a list",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_errors(what: str) -> None:
+    """test_errors."""
+    call, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "what", ["no parameters", "in two groups", "a set in a group", "numbers", "text", "not a leaf"]
+)
+def test_errors_are_those_of_torch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call with torch's AdamW gives the same class and words."""
+    call, error, message = ERRORS[what]
+    monkeypatch.setattr(mm, "Muon", torch.optim.AdamW)
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ------------------------------------------------------------------ deviations
+
+
+def refuses(call: Callable[[], Any], error: type[Exception], message: str) -> Callable[[], None]:
+    def check() -> None:
+        with pytest.raises(error, match=message):
+            call()
+
+    return check
+
+
+def _names_itself() -> None:
+    optimizer = mm.Muon([{"params": [weight()]}, {"params": [("mine", weight())]}])
+    assert [g["param_names"] for g in optimizer.param_groups] == [["group0.0"], ["mine"]]
+
+
+def _copies_state() -> None:
+    held, optimizer = build("default")
+    advance(held, optimizer, range(1))
+    twins, other = build("default")
+    other.load_state_dict(optimizer.state_dict())
+    for n, parameter in held.items():
+        for key, value in optimizer.state[parameter].items():
+            assert other.state[twins[n]][key].data_ptr() != value.data_ptr()
+    one, two = torch.optim.AdamW([w := weight()]), torch.optim.AdamW([v := weight()])
+    w.grad = torch.ones(2, 3)
+    one.step()
+    two.load_state_dict(one.state_dict())
+    assert two.state[v]["exp_avg"].data_ptr() == one.state[w]["exp_avg"].data_ptr()
+
+
+def _keeps_momentum() -> None:
+    held, optimizer = build("default", dtype=torch.bfloat16)
+    advance(held, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[held["weight"]]["momentum_buffer"].dtype == torch.float32
+
+
+def _no_decay_at_zero() -> None:
+    w = weight()
+    optimizer = mm.Muon([w], lr=0.1, weight_decay=0.5)
+    w.grad = torch.zeros(2, 3)
+    optimizer.step()
+    assert torch.equal(w, torch.ones(2, 3))
+
+
+def _no_implementations() -> None:
+    taken = inspect.signature(mm.Muon).parameters
+    for flag in ("foreach", "fused", "differentiable", "capturable", "maximize"):
+        assert flag not in taken
+        with pytest.raises(ValueError, match=f"Leave {flag} out"):
+            mm.Muon([weight()], **{flag: True})
+
+
+DEVIATIONS: dict[str, tuple[str, Callable[[], None]]] = {
+    "a parameter twice in one group raises; torch warns": (
+        "it would be updated twice",
+        refuses(lambda: mm.Muon([w := weight(), w]), ValueError, "found a parameter twice"),
+    ),
+    "a set of parameters raises at the top too": (
+        "its order differs from rank to rank, and parameters without names are known by their order",
+        refuses(lambda: mm.Muon({weight()}), TypeError, "ordered collections"),
+    ),
+    "a group that is added later says its algorithm": (
+        "an embedding is a matrix too, and its module is not known then",
+        refuses(
+            lambda: mm.Muon([weight()]).add_param_group({"params": [weight()]}), ValueError, 'found no "algorithm"'
+        ),
+    ),
+    "groups with and without names go together": ("parameters without names get one, group0.0", _names_itself),
+    "complex parameters raise at construction; torch's Muon raises in step, AdamW takes them": (
+        "a mistake is told before anything is built",
+        refuses(lambda: mm.Muon([weight(dtype=torch.complex64)]), TypeError, "complex64"),
+    ),
+    "a matrix of three dims is a stack; torch's Muon takes two dims alone": (
+        "experts are stored so",
+        lambda: assert_steps(weight(4, 2, 3)),
+    ),
+    "no foreach, fused, differentiable, capturable or maximize": (
+        "there is one implementation for each device, and no flag is ignored",
+        _no_implementations,
+    ),
+    "loaded state is copied; torch shares it with the state dict": (
+        "the next step would write into the state dict",
+        _copies_state,
+    ),
+    "loaded momentum keeps `state_dtype`; torch casts to the parameter's dtype": (
+        "bf16 momentum loses small gradients",
+        _keeps_momentum,
+    ),
+    "a matrix with a zero gradient is not decayed": (
+        "it is left alone as one without a gradient, such as an expert without tokens",
+        _no_decay_at_zero,
+    ),
+    "the betas of AdamW are `adamw_betas`, so schedulers that cycle momentum cycle Muon's alone": (
+        "one optimizer hosts both, and momentum is Muon's",
+        lambda: test_what_cycles_momentum_cycles_muons("OneCycleLR"),
+    ),
+}
+
+
+def assert_steps(parameter: nn.Parameter) -> None:
+    before = parameter.detach().clone()
+    parameter.grad = torch.randn_like(parameter)
+    mm.Muon([parameter], lr=0.1).step()
+    assert not torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("what", DEVIATIONS)
+def test_deviations_from_torch(what: str) -> None:
+    reason, check = DEVIATIONS[what]
+    assert reason
+    check()
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_left() -> Iterator[None]:
+    yield
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
+
+
+def test_an_optimizer_for_each_parameter_that_steps_in_the_backward_pass() -> None:
+    """torch keeps them in an attribute of the parameter, by which FSDP1 and DDP know of them."""
+    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 4, bias=False))
+    twin, x = copy.deepcopy(model), torch.randn(3, 6)
+    _apply_optimizer_in_backward(mm.Muon, model.parameters(), {"lr": 0.1})
+    model(x).square().mean().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plain = mm.Muon(twin.parameters(), lr=0.1)
+    twin(x).square().mean().backward()
+    plain.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tags_by_which_others_choose_their_muon_change_nothing() -> None:
+    """DeepSpeed's ``use_muon``; Megatron's ``is_qkv`` and ``expert_tp``, which its own Muon reads."""
+    models = [nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)) for _ in range(3)]
+    for model, tag in zip(models[1:], (True, False), strict=True):
+        for parameter in model.parameters():
+            for name in ("use_muon", "is_qkv", "expert_tp"):
+                setattr(parameter, name, tag)
+    found = [[(g["name"], g["param_names"], g.get("matrices")) for g in mm.split_params(model)] for model in models]
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+# ------------------------------------------------------------------ one tensor as the learning rate of several groups
+
+
+def by_from_model(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return mm.from_model(model, lr=lr)
+
+
+def by_two_calls(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    first, *rest = mm.split_params(model)
+    optimizer = mm.Muon([first], lr=lr)
+    for group in rest:
+        optimizer.add_param_group({**group, "lr": lr})
+    return optimizer
+
+
+def by_deepcopy(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    return copy.deepcopy(mm.from_model(model, lr=lr))
+
+
+def by_loading(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
+    optimizer = mm.from_model(model, lr=0.5)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = lr
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [by_from_model, by_two_calls, by_deepcopy, by_loading])
+def test_a_schedule_in_place_counts_once_for_each_group(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    found = []
+    for optimizer in (make(model, torch.tensor(1e-3)), torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        for _ in range(3):
+            plateau.step(1.0)
+        for group in optimizer.param_groups:
+            group["lr"].mul_(0.1)
+        optimizer.step()
+        found.append({round(float(group["lr"]), 9) for group in optimizer.param_groups})
+    assert found == [{2.5e-5}, {2.5e-5}]
+
+
+def test_a_tensor_that_groups_have_copies_of_says_so_when_it_is_written() -> None:
+    model, lr = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.tensor(1e-3)
+    optimizer = mm.from_model(model, lr=lr)
+    optimizer.step()
+    lr.fill_(1e-2)
+    with pytest.raises(ValueError, match=r"lr: found a change in place of a tensor.* group\[\"lr\"\]\.fill_"):
+        optimizer.step()
+    optimizer.step()  # said once
+
+    weight, lr = nn.Parameter(torch.ones(3, 3)), torch.tensor(0.0)
+    single = mm.Muon([weight], lr=lr)  # one group has the tensor itself, as in torch
+    lr.fill_(0.1)
+    weight.grad = torch.ones(3, 3)
+    single.step()
+    assert bool((weight < 1).all())

@@ -1,0 +1,172 @@
+"""Invariant 14: whatever else writes weights between steps is respected, and master weights follow."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import muonmesh as mm
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.step.runtime import Driver
+from tests.support import reference, writers
+from tests.support.problem import Bag
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# name: (shape, matrices); None puts the parameter into the AdamW group. Small equal matrices are stepped as a stack.
+PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
+    **{f"small {number}": ((12, 16), "whole") for number in range(3)},
+    "large": ((150, 130), "whole"),
+    "experts": ((3, 8, 16), "stack"),
+    "conv1d": ((18, 54), ("transposed", ("rows", 18, 18, 18))),
+    "embedding": ((29, 8), None),
+    "norm": ((13,), None),
+}
+
+
+def made(dtype: torch.dtype, rule: str, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: torch.randn(shape, generator=generator).to(BF16).to(dtype) for name, (shape, _) in PARAMETERS.items()
+    }
+    model = Bag(values)
+    named = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        named[PARAMETERS[name][1] is not None].append((name, parameter))
+    matrices = [PARAMETERS[name][1] for name, _ in named[True]]
+    groups = [{"params": named[True], "algorithm": rule, "matrices": matrices}]
+    groups.append({"params": named[False], "algorithm": "adamw", "weight_decay": 0.05})
+    return model, mm.Muon(groups, lr=0.02, weight_decay=0.1, **settings)
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(BF16).to(parameter.dtype)
+
+
+def as_masters(model: nn.Module, exact: nn.Module) -> None:
+    """Write into fp32 weights what the masters of bf16 weights have to be, element by element."""
+    with torch.no_grad():
+        for weight, master in zip(model.parameters(), exact.parameters(), strict=True):
+            written = weight.float() != master.to(weight.dtype).float()
+            master[written] = weight.float()[written]
+
+
+PATHS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "cpu": ({}, {}),
+    "as on a device": ({}, {"waits": False}),
+    "a matrix at a time": ({"memory_budget_mb": 0}, {}),
+    "rules that need sums": ({"rule": "hyperball"}, {}),
+    "sums as on a device": ({"rule": "hyperball"}, {"waits": False}),
+    "state beside the weights": ({"rule": "adamuon"}, {}),
+    "int8": ({"state_dtype": "int8"}, {}),
+}
+
+
+@pytest.mark.parametrize(("how", "path"), [*product(writers.WRITERS, [*PATHS][:2]), *product(["clamp"], [*PATHS][2:])])
+def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
+    """bf16 weights with masters, and the same model in fp32 without any, written alike: every bit of a master."""
+    settings, runtime = PATHS[path]
+    settings = {"rule": "muon", **settings}
+    low, optimizer = made(BF16, master_dtype=FP32, **settings)
+    exact, other = made(FP32, **settings)
+    for each in (optimizer, other):
+        for key, value in runtime.items():
+            setattr(each._runtime, key, value)
+    first = writers.copied(low)
+    for step in range(5):
+        give_gradients(low, step)
+        give_gradients(exact, step)
+        optimizer.step()
+        other.step()
+        if step in (1, 2):
+            writers.write(how, low, first)
+            as_masters(low, exact)
+    for (name, weight), wide in zip(low.named_parameters(), exact.parameters(), strict=True):
+        assert torch.equal(optimizer.state[weight]["master"], wide), name
+        assert torch.equal(weight, wide.to(BF16)), name
+
+
+@pytest.mark.parametrize("settings", [{"master_dtype": FP32}, {"stochastic_rounding": 0}, {}], ids=str)
+@pytest.mark.parametrize("waits", [True, False], ids=["cpu", "as on a device"])
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], waits: bool) -> None:
+    """Against the oracle in fp64, after the best weights were loaded back."""
+    model, optimizer = made(BF16, "muon", compute_dtype=FP32, **settings)
+    optimizer._runtime.driver = Driver(waits)
+    best = writers.copied(model)
+    for step in range(4):
+        give_gradients(model, step)
+        optimizer.step()
+    model.load_state_dict(best)
+    held = {name: {k: v.double() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+    state = {name: {"momentum": kept.get("momentum_buffer"), **kept} for name, kept in held.items()}
+    give_gradients(model, 4)
+    optimizer.step()
+    muon = {"algorithm": "muon", "coefficients": coefficient_schedule("polar_express", 5), "weight_decay": 0.1}
+    adamw = {"algorithm": "adamw", "weight_decay": 0.05}
+    told = {
+        n: {"lr": 0.02, **(adamw if spec is None else {**muon, "matrices": spec})}
+        for n, (_, spec) in PARAMETERS.items()
+    }
+    expected, _ = reference.reference_step(best, {n: p.grad for n, p in model.named_parameters()}, state, told)
+    for name, weight in model.named_parameters():
+        # One rounding to bf16, up or down, of the largest weight; the weights before the load are ten times as far.
+        bound = 2.0**-7 * float(expected[name].abs().max())
+        assert float((weight.detach().double() - expected[name]).abs().max()) <= bound, name
+
+
+def test_what_was_written_is_saved(tmp_path: Path) -> None:
+    """A checkpoint has the master weights alone, so these follow before they are saved."""
+    model, optimizer = made(BF16, "muon", master_dtype=FP32)
+    give_gradients(model, 0)
+    optimizer.step()
+    first = writers.copied(model)
+    give_gradients(model, 1)
+    optimizer.step()
+    writers.write("average", model, first)
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
+    other, loaded = made(BF16, "muon", master_dtype=FP32)
+    mm.checkpoint.load(tmp_path / "saved", other, loaded)
+    for (name, weight), twin in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(weight, twin), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("waits", [True, False], ids=["cpu", "as on a device"])
+def test_numbers_at_the_edge(dtype: torch.dtype, waits: bool) -> None:
+    """Infinity, NaN, both zeros, a master beyond fp16 and one that rounds to 0: only what was written changes."""
+    weight, vector = nn.Parameter(torch.ones(2, 8, dtype=dtype)), nn.Parameter(torch.ones(8, dtype=dtype))
+    groups = [{"params": [weight]}, {"params": [vector], "algorithm": "adamw"}]
+    optimizer = mm.Muon(groups, lr=0.0, weight_decay=0.0, master_dtype=FP32)
+    optimizer._runtime.driver = Driver(waits)
+
+    def step() -> None:
+        for parameter in (weight, vector):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    kept = torch.tensor([1.0001, 70000.0, 1e-9, -1e-9, 1.0, 1.0, 1.0, 1.0])
+    written = {4: math.inf, 5: math.nan, 6: -0.0, 7: 3.0}
+    for parameter in (weight, vector):
+        master = optimizer.state[parameter]["master"]
+        master.copy_(kept)
+        with torch.no_grad():
+            parameter.copy_(master)
+            for place, value in written.items():
+                parameter[..., place] = value
+    expected = kept.clone()
+    expected[[*written]] = torch.tensor([*written.values()])
+    step()
+    for parameter in (weight, vector):
+        master = optimizer.state[parameter]["master"]
+        assert torch.equal(master.nan_to_num(5.0), expected.nan_to_num(5.0).expand_as(master))
+        assert torch.equal(parameter.nan_to_num(5.0), expected.to(dtype).nan_to_num(5.0).expand_as(parameter))

@@ -1,0 +1,1002 @@
+"""Clipping: norms over all shards, each element once; what a policy scales, and what a skipped step leaves alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import muonmesh as mm
+from muonmesh.clip import norm_means
+from muonmesh.clip.limits import Limits
+from muonmesh.clip.norm_means import DECAY, SPIKE, WARM_UP
+from muonmesh.comm.storage import local_of
+from muonmesh.numerics.rules import RULES, MuonRule, Rule
+from muonmesh.step.runtime import Driver
+from tests.support import layouts, problem
+from tests.support.meshes import mesh_of
+
+MUON = [name for name, (_, spec) in problem.PARAMETERS.items() if spec != "adamw"]
+ADAMW = [name for name in problem.PARAMETERS if name not in MUON]
+POLICIES = ("adamw_only", "all", "separate")
+SETTINGS = {**problem.SETTINGS, "compute_dtype": torch.float32}
+HOLD: dict[str, tuple[int, ...]] = {  # way of holding: on how many ranks
+    "ddp": (2, 4),
+    "fsdp": (2, 4),
+    "shard1": (4,),
+    "hsdp": (4,),
+    "rows by cols": (4,),
+    "fsdp over colwise": (4,),
+    "fsdp over rowwise": (4,),
+    "three axes": (4,),
+    "experts": (4,),
+    "declared rows by cols": (4,),
+    "flat": (2, 4),
+    "flat of tensor parallel": (4,),
+}
+CASES = [(ranks, way) for way, some in HOLD.items() for ranks in some]
+# Norms and bits of every way are compared in `make soak`; one of each kind of cut in `make test`.
+QUICK = [(2, "fsdp"), (4, "ddp"), (4, "shard1"), (4, "fsdp over colwise"), (4, "flat of tensor parallel")]
+BITS = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.soak) for case in CASES]
+
+
+def held(way: str) -> layouts.Held:
+    values = problem.initial()
+    if way.startswith("flat"):
+        return layouts.flat(problem.PARAMETERS, values, tensor_parallel=2 if "tensor" in way else 1)
+    if way.removeprefix("declared ") in layouts.MESHES:
+        sizes, place = layouts.MESHES[way.removeprefix("declared ")]
+        hold = layouts.declared if way.startswith("declared") else layouts.dtensors
+        return hold(problem.PARAMETERS, values, mesh_of(sizes), lambda _, shape: place(len(shape)))
+    model, group = problem.hold(way, values)
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
+
+    return layouts.Held(
+        problem.groups(model), {"process_group": group}, give, lambda optimizer: problem.result(model, optimizer)
+    )
+
+
+def huge(step: int) -> dict[str, Tensor]:
+    """Squares of some overflow in fp32, those of others vanish."""
+    scales = {"even": 1e25, "experts": 1e22, "norm": 3e24, "embedding": 1e-25}
+    return {name: value * scales.get(name, 1.0) for name, value in problem.initial(2000 + step).items()}
+
+
+def spiky(step: int, spike: int = WARM_UP + 2) -> dict[str, Tensor]:
+    """Gradients of one size, those of two matrices and one vector a thousand times that in one step."""
+    sizes = {"qkv": 1e3, "tall": 1e3, "norm": 1e3} if step == spike else {}
+    values = {name: value * sizes.get(name, 1.0) for name, value in problem.initial(3000 + step).items()}
+    values["square"] = torch.zeros_like(values["square"]) if step % 3 else values["square"]
+    return values
+
+
+def norm_of(gradients: dict[str, Tensor], names: list[str]) -> float:
+    return math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name in names))
+
+
+def trained(way: str, policy: str, steps: int, given: Callable[[int], dict[str, Tensor]], **options: Any) -> Any:
+    """Step with clipping before each step; return the norms and their means, and parameters and state."""
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    found = []
+    for step in range(steps):
+        holding.give(given(step))
+        norms = optimizer.clip_grad_norm_(1.5, policy=policy, **options)
+        found.append((float(norms.total), float(norms.muon), float(norms.adamw), bool(norms.skipped)))
+        optimizer.step()
+    found += means_of(optimizer)
+    return found, holding.whole(optimizer)
+
+
+def means_of(optimizer: mm.Muon) -> list[tuple[float, float, float]]:
+    """The running means of all norms and their counts, which all groups have."""
+    optimizer.finish()
+    first, *others = [group["norm_means"] for group in optimizer.param_groups]
+    assert all(other == first for other in others)
+    return list(first)
+
+
+def norms_and_collectives(way: str) -> tuple[list[float], list[int]]:
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    holding.give(huge(0))
+    counts = []
+    for policy in POLICIES:  # the first call of all makes the plan
+        norms = optimizer.clip_grad_norm_(math.inf, policy="adamw_only")
+        before = issued()
+        norms = optimizer.clip_grad_norm_(math.inf, policy=policy)
+        if dist.get_rank() == 0:
+            float(norms), norms.item(), bool(norms.skipped)
+        counts.append(issued() - before)
+    return [float(norms.total), float(norms.muon), float(norms.adamw)], counts
+
+
+def issued() -> int:
+    """How many collectives this rank has issued on the default group."""
+    return dist.group.WORLD._get_sequence_number_for_group()
+
+
+@pytest.mark.parametrize(("ranks", "way"), CASES)
+def test_norms_are_those_of_the_whole_gradients_by_one_collective(workers, ranks: int, way: str) -> None:
+    expected = [norm_of(huge(0), names) for names in ([*MUON, *ADAMW], MUON, ADAMW)]
+    for norms, counts in workers(ranks).run(norms_and_collectives, way):
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert counts == [1] * len(POLICIES)
+
+
+def all_policies(way: str) -> list[Any]:
+    """Two steps of each, and four of one with a warm-up of two norms, whose spike in the third step is skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_means, "WARM_UP", 2)
+        return [
+            *(trained(way, policy, 2, problem.gradients) for policy in POLICIES),
+            trained(way, "separate", 4, functools.partial(spiky, spike=2), skip_above="4x"),
+        ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    return all_policies("local")
+
+
+@pytest.mark.parametrize(("ranks", "way"), BITS)
+def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, way: str) -> None:
+    outcomes = workers(ranks).run(all_policies, way)
+    for outcome in outcomes:
+        for (norms, result), (alone_norms, expected), (same, _) in zip(outcome, alone, outcomes[0], strict=True):
+            assert problem.differing(result, expected) == []
+            assert norms == same  # norms and means have the same bits on all ranks, in another layout perhaps others
+            for mine, one in zip(norms, alone_norms, strict=True):
+                assert mine == pytest.approx(one, rel=1e-12)
+        assert [skipped for *_, skipped in outcome[-1][0][:4]] == [False, False, True, False]
+
+
+def clipped(gradients: dict[str, Tensor], policy: str, **options: Any) -> dict[str, Tensor]:
+    model, group = problem.hold("local", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **SETTINGS)
+    for name, gradient in gradients.items():
+        model.get_parameter(name).grad = gradient.clone()
+    optimizer.clip_grad_norm_(1.5, policy=policy, **options)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_what_each_policy_scales() -> None:
+    raw = problem.gradients(4)
+    norm = {names[0]: norm_of(raw, names) for names in (MUON, ADAMW)}
+    total = norm_of(raw, [*MUON, *ADAMW])
+    by = {
+        "adamw_only": (None, norm[ADAMW[0]]),
+        "all": (total, total),
+        "separate": (norm[MUON[0]], norm[ADAMW[0]]),
+    }
+    for policy in POLICIES:
+        gradients = clipped(raw, policy)
+        for names, limit in zip((MUON, ADAMW), by[policy], strict=True):
+            for name in names:
+                if limit is None:
+                    assert torch.equal(gradients[name], raw[name])
+                else:
+                    assert torch.allclose(gradients[name], raw[name] * (1.5 / limit), rtol=1e-6, atol=0)
+
+
+def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
+    small = {name: gradient * 1e-9 for name, gradient in problem.gradients(4).items()}
+    assert problem.differing(clipped(small, "all"), small) == []
+    model, _ = problem.hold("local", problem.initial())
+    for name, gradient in problem.gradients(4).items():
+        model.get_parameter(name).grad = gradient
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.5)
+    ours = clipped(problem.gradients(4), "all")
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(ours[name], parameter.grad, rtol=1e-5)
+
+
+def test_torch_clips_our_gradients_by_the_same_norm_under_fsdp(workers) -> None:
+    for ours, torchs in workers(2).run(both_norms):
+        assert ours == pytest.approx(torchs, rel=1e-6)
+
+
+def both_norms() -> tuple[float, float]:
+    model, group = problem.hold("fsdp", problem.initial())
+    optimizer = mm.Muon(problem.groups(model), process_group=group, **SETTINGS)
+    for name, gradient in problem.gradients(4).items():
+        model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
+    ours = float(optimizer.clip_grad_norm_(math.inf))
+    return ours, float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor())
+
+
+# ------------------------------------------------------------------- multiples of the running mean
+
+
+class Mean:
+    """The documented running mean of a norm, in Python floats."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = 0.0, 0
+
+    def limit(self, multiple: float) -> float:
+        return multiple * self.mean if self.count >= 10 else math.inf
+
+    def add(self, norm: float) -> None:
+        if 0 < norm < math.inf:
+            counted = min(norm, 2 * self.mean) if self.count >= 10 else norm
+            self.count += 1
+            self.mean += max(1 - 0.95, 1 / self.count) * (counted - self.mean)
+
+
+def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
+    """The means and each decision are those of the documented rule; the spiky half is found under "separate" alone."""
+    assert (DECAY, WARM_UP, SPIKE) == (0.95, 10, 2.0)
+    sizes = [1.05**step for step in range(60)]  # benign growth, eighteenfold in the end
+    spikes, nans, zeros = (15, 16, 40), (20, 50), (3, 12, 30)  # the second of the nans is infinite
+    protected = {"adamw_only": ("adamw",), "all": ("total",), "separate": ("muon", "adamw")}
+    for policy, names in protected.items():
+        weight, bias, optimizer = small()
+        means = {name: Mean() for name in ("total", "muon", "adamw")}
+        generator = torch.Generator().manual_seed(0)
+        for step, size in enumerate(sizes):
+            drawn = (torch.randn(shape, generator=generator) for shape in ((6, 4), (5,)))
+            weight.grad, bias.grad = (each / each.norm() * size for each in drawn)
+            weight.grad *= 1e4 if step in spikes else 0.0 if step in zeros else 1.0
+            bias.grad[0] = {20: math.nan, 50: math.inf}.get(step, bias.grad[0])
+            muon, adamw = (float(p.grad.double().norm()) for p in (weight, bias))
+            norms = {"total": math.hypot(muon, adamw), "muon": muon, "adamw": adamw}
+            needed = step in nans or any(norms[name] > means[name].limit(4.0) for name in names)
+            found = optimizer.clip_grad_norm_(math.inf, policy=policy, skip_above="4x")
+            assert bool(found.skipped) == needed, (policy, step)
+            assert needed == (step in nans or (step in spikes and policy != "adamw_only")), (policy, step)
+            optimizer.step()
+            assert optimizer.skipped == needed
+            for name, norm in norms.items():
+                means[name].add(norm)
+            kept, counts = means_of(optimizer)
+            assert list(counts) == [mean.count for mean in means.values()]
+            assert kept == pytest.approx([mean.mean for mean in means.values()], rel=1e-12)
+    assert counts == (58, 57, 58)  # NaN and zero do not count
+
+
+def test_norms_that_stay_large_are_taken_in_the_end() -> None:
+    weight, bias, optimizer = small()
+    skipped = []
+    for step in range(60):
+        weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), 1.0 if step < 20 else 10.0)
+        skipped.append(bool(optimizer.clip_grad_norm_(1.0, skip_above="4x").skipped))
+        optimizer.step()
+    assert skipped == [20 <= step < 39 for step in range(60)]  # 1.05**19 > 10 / 4
+
+
+def test_each_step_counts_the_norms_of_the_last_call_before_it() -> None:
+    """Measuring, clipping twice, dropped gradients, and a step that raises count nothing more."""
+    weight, bias, optimizer = small()
+
+    def clip(size: float, **options: Any) -> None:
+        weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), size / math.sqrt(5))
+        optimizer.clip_grad_norm_(math.inf, **options)
+
+    clip(7.0, skip_above="4x")
+    clip(3.0, skip_above="4x")
+    optimizer.step()
+    assert [row[2] for row in means_of(optimizer)] == pytest.approx([3.0, 1])
+    clip(9.0)
+    optimizer.step()
+    clip(9.0, skip_above=1e9)
+    optimizer.step()
+    clip(9.0, skip_above="4x")
+    clip(9.0)  # as a logger may, and the next step is neither skipped nor counted by it
+    optimizer.step()
+    clip(9.0, skip_above="4x")
+    optimizer.zero_grad()
+    optimizer.step()
+    assert [row[2] for row in means_of(optimizer)] == pytest.approx([3.0, 1])
+    clip(5.0, skip_above="4x")
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"lr: found -1\.0"):
+        optimizer.step()
+    assert [row[2] for row in means_of(optimizer)] == pytest.approx([3.0, 1])
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()  # takes the clipped gradients, so it counts them
+    assert [row[2] for row in means_of(optimizer)] == pytest.approx([4.0, 2])
+
+
+def test_an_overflow_that_clipping_did_not_see_counts_nothing() -> None:
+    weight, bias, optimizer = small()
+    for overflow in (0.0, 1.0):
+        weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
+        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        optimizer.found_inf = torch.tensor(overflow)  # type: ignore[attr-defined]
+        optimizer.step()
+    assert means_of(optimizer)[1] == (1, 1, 1)
+
+
+def test_a_group_that_is_added_takes_the_means_of_the_others() -> None:
+    weight, bias, optimizer = small()
+    more = nn.Parameter(torch.ones(3))
+    for step in range(3):
+        if step == 1:
+            optimizer.state_dict()
+            optimizer.add_param_group({"params": [("more", more)], "algorithm": "adamw", "name": "more"})
+        weight.grad, bias.grad, more.grad = torch.ones(6, 4), torch.ones(5), torch.ones(3)
+        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        optimizer.step()
+    assert means_of(optimizer)[1] == (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "means", [((1.0, 1.0, 1.0),), ((-1.0, 1.0, 1.0), (1, 1, 1)), ((math.nan, 1.0, 1.0), (1, 1, 1)), "none", None]
+)
+def test_means_that_no_step_leaves_are_refused(means: Any) -> None:
+    *_, optimizer = small()
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {"momentum_buffer": torch.ones(6, 4)}}
+    saved["param_groups"][0]["norm_means"] = means
+    with pytest.raises(mm.StateError, match="group 'muon' of the state: norm_means: found"):
+        optimizer.load_state_dict(saved)
+    assert means_of(optimizer) == [(0, 0, 0)] * 2
+
+
+def test_a_state_without_means_begins_anew() -> None:
+    weight, bias, optimizer = small()
+    weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
+    optimizer.clip_grad_norm_(1.0, skip_above="4x")
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["norm_means"]
+    optimizer.load_state_dict(saved)
+    assert means_of(optimizer) == [(0, 0, 0)] * 2
+
+
+def advance(holding: layouts.Held, optimizer: mm.Muon, first: int, last: int) -> list[bool]:
+    skipped = []
+    for step in range(first, last):
+        holding.give(spiky(step))
+        skipped.append(bool(optimizer.clip_grad_norm_(1.5, policy="separate", skip_above="4x").skipped))
+        optimizer.step()
+    return skipped
+
+
+def model_of(holding: layouts.Held) -> nn.Module:
+    bag = nn.Module()
+    for group in holding.groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            bag.register_parameter(name, parameter)
+    return bag
+
+
+def of_torch(holding: layouts.Held, optimizer: mm.Muon, flatten: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    return {"optimizer": get_optimizer_state_dict(model_of(holding), optimizer, options=options)}
+
+
+def save_means(path: str) -> Any:
+    """Save in all ways just before the spike, and go on."""
+    holding = held("fsdp")
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    advance(holding, optimizer, 0, WARM_UP + 2)
+    for flatten in (False, True):
+        dcp.save(of_torch(holding, optimizer, flatten), checkpoint_id=f"{path}/{flatten}")
+    mm.checkpoint.save(f"{path}/ours", model_of(holding), optimizer)
+    saved = means_of(optimizer)
+    skipped = advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
+    return saved, skipped, means_of(optimizer), holding.whole(optimizer)
+
+
+def load_means(way: str, path: str) -> Any:
+    """What each way of saving brings, and what comes of it."""
+    found = []
+    for kind in ("False", "True", "ours"):
+        holding = held(way)
+        optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+        if kind == "ours":
+            mm.checkpoint.load(f"{path}/ours", model_of(holding), optimizer)
+        else:
+            state = of_torch(holding, optimizer, kind == "True")
+            dcp.load(state, checkpoint_id=f"{path}/{kind}")
+            options = StateDictOptions(flatten_optimizer_state_dict=kind == "True")
+            set_optimizer_state_dict(model_of(holding), optimizer, state["optimizer"], options=options)
+        loaded = means_of(optimizer)
+        skipped = advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
+        found.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer) if kind == "ours" else {}))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [(4, "fsdp"), pytest.param(2, "shard1", marks=pytest.mark.soak), (2, "ddp"), (4, "hsdp")],
+)
+def test_means_are_saved_and_go_on_in_another_layout(workers, tmp_path: Path, ranks: int, way: str) -> None:
+    """Bit for bit in the same layout. The first step after the load is skipped, and the next is not."""
+    (saved, skipped, after, result), *_ = workers(4).run(save_means, str(tmp_path))
+    assert skipped == [True, False]
+    assert saved[1] == (WARM_UP + 2,) * 3
+    for outcome in workers(ranks).run(load_means, way, str(tmp_path)):
+        for loaded, again, later, whole in outcome:
+            assert loaded == saved
+            assert again == skipped
+            assert later == after if way == "fsdp" else later[0] == pytest.approx(after[0], rel=1e-12)
+            assert not whole or problem.differing(whole, result) == []
+
+
+def elsewhere(waits: bool | None) -> Any:
+    """Ranks 0 and 1 hold a matrix alone, 2 and 3 have a vector too; "adamw_only" follows that vector's norm."""
+    rank, mesh, half = dist.get_rank(), mesh_of((4,)), mesh_of((2,), (2, 3))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    groups: list[dict[str, Any]] = [{"params": [weight], "param_names": ["weight"], "name": "muon"}]
+    if rank > 1:
+        bias = nn.Parameter(distribute_tensor(torch.ones(5), half, [Replicate()], src_data_rank=None))
+        groups.append({"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"})
+    optimizer = mm.Muon(groups, lr=0.1)
+    optimizer._runtime.driver = Driver(waits)
+    skipped = []
+    for step in range(WARM_UP + 3):
+        weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+        if rank > 1:
+            size = 100.0 if step == WARM_UP + 1 else 1.0
+            bias.grad = distribute_tensor(torch.full((5,), size), half, [Replicate()], src_data_rank=None)
+        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        optimizer.step()
+        skipped.append(optimizer.skipped)
+    return skipped, means_of(optimizer)
+
+
+@pytest.mark.parametrize("waits", [None, False], ids=["host waits", "masked"])
+def test_ranks_that_hold_nothing_of_a_half_have_its_mean(workers, waits: bool | None) -> None:
+    outcomes = workers(4).run(elsewhere, waits)
+    for skipped, means in outcomes:
+        assert skipped == [step == WARM_UP + 1 for step in range(WARM_UP + 3)]
+        assert means == outcomes[0][1]
+        assert means[1] == (WARM_UP + 3,) * 3
+
+
+def masked_error() -> Any:
+    """A step that finds an error on the device counts nothing, and raises in the next."""
+    weight, bias, optimizer = small("world")
+    optimizer._runtime.driver = Driver(False)
+    counts = []
+    for step in range(3):
+        weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
+        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        if step == 1 and dist.get_rank() == 1:
+            bias.grad = torch.ones(5).to_sparse()
+        try:
+            optimizer.step()
+        except (TypeError, mm.PlanError):
+            counts.append(-1.0)
+        counts.append(means_of(optimizer)[1][0])
+    return counts
+
+
+def test_a_step_that_the_device_stops_counts_nothing(workers) -> None:
+    assert workers(2).run(masked_error) == [[1, 1, -1, 1]] * 2
+
+
+# ------------------------------------------------------------------- skipping
+
+
+def skipping(way: str, policy: str, how: str) -> tuple[list[bool], list[str], list[str], int]:
+    """A step, one that is skipped, one more; return the flags and what differs after each of the last two."""
+    first, second = problem.initial(4000), problem.initial(4001)
+    bad = {**second, "bias": second["bias"] * 1e6}
+    holding, twin = held(way), held(way)
+    optimizer, other = (mm.Muon(h.groups, **h.settings, **SETTINGS) for h in (holding, twin))
+    flags, results = [], []
+    for gradients in (first, bad, second):
+        holding.give(gradients)
+        if gradients is bad and how == "nan" and dist.get_rank() == dist.get_world_size() - 1:
+            for tensor in (holding.tensors or {name: p for g in holding.groups for name, p in named(g)}).values():
+                if local_of(tensor.grad).numel():
+                    local_of(tensor.grad).view(-1)[:1] = math.nan  # an overflow on one rank only
+                    break
+        norms = optimizer.clip_grad_norm_(1e9, policy=policy, skip_above=math.inf if how == "nan" else 1e5)
+        flags.append(bool(norms.skipped))
+        optimizer.step()
+        results.append(holding.whole(optimizer))
+    for gradients in (first, second):
+        twin.give(gradients)
+        other.clip_grad_norm_(1e9, policy=policy)
+        other.step()
+    changed, lost = problem.differing(results[0], results[1]), problem.differing(results[2], twin.whole(other))
+    return flags, changed, lost, len(problem.differing(results[1], results[2]))
+
+
+def named(group: dict[str, Any]) -> Any:
+    return zip(group["param_names"], group["params"], strict=True)
+
+
+def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
+    return [skipping(way, policy, how) for policy in policies for how in ("above", "nan")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way", "policies"),
+    [
+        pytest.param(2, "fsdp", POLICIES, id="fsdp", marks=pytest.mark.soak),
+        pytest.param(4, "shard1", ["separate"], id="shard1"),
+        pytest.param(4, "flat", ["all"], id="flat", marks=pytest.mark.soak),
+    ],
+)
+def test_a_skipped_step_leaves_every_bit_and_only_that_step(
+    workers, ranks: int, way: str, policies: Sequence[str]
+) -> None:
+    for outcome in workers(ranks).run(skipping_all, way, policies):
+        for flags, changed, lost, moved in outcome:
+            assert flags == [False, True, False]
+            assert changed == []
+            assert lost == []
+            assert moved > 40  # the other steps did something
+
+
+def owning_nothing(waits: bool | None) -> tuple[bool, int, list[bool]]:
+    """A matrix of two rows on four ranks, so that two own nothing; the skip is also masked on the device."""
+    mesh = mesh_of((4,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(2, 6), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = mm.Muon([weight], lr=0.1, compute_dtype=torch.float32)
+    optimizer._runtime.driver = Driver(waits)
+    moved = []
+    skipped = False
+    for scale in (1.0, math.inf, 1.0):
+        weight.grad = distribute_tensor(torch.randn(2, 6) * scale, mesh, [Shard(0)], src_data_rank=None)
+        before = weight.full_tensor().clone()
+        norms = optimizer.clip_grad_norm_(1.0, policy="separate")
+        skipped = skipped or bool(norms.skipped)
+        optimizer.step()
+        moved.append(not torch.equal(before, weight.full_tensor()))
+    return skipped, weight.to_local().numel(), moved
+
+
+@pytest.mark.parametrize("waits", [None, False], ids=["host waits", "masked"])
+def test_ranks_that_own_nothing_decide_as_the_others_do(workers, waits: bool | None) -> None:
+    outcomes = workers(4).run(owning_nothing, waits)
+    assert [skipped for skipped, _, _ in outcomes] == [True] * 4
+    assert [numel for _, numel, _ in outcomes] == [6, 6, 0, 0]
+    assert [moved for _, _, moved in outcomes] == [[True, False, True]] * 4
+
+
+def small(process_group: Any = None) -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
+    weight, bias = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(5))
+    groups = [
+        {"params": [weight], "param_names": ["weight"], "name": "muon"},
+        {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    return weight, bias, mm.Muon(groups, lr=0.1, process_group=process_group)
+
+
+@pytest.mark.parametrize("forget", ["optimizer", "model", "nothing"])
+def test_the_flag_is_forgotten_with_the_gradients(forget: str) -> None:
+    weight, bias, optimizer = small()
+    weight.grad, bias.grad = torch.randn(6, 4), torch.full((5,), 1e9)
+    assert bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)
+    if forget == "optimizer":  # a loop that goes on to the next batch without a step
+        optimizer.zero_grad()
+    bias.grad = torch.ones(5)
+    weight.grad = torch.randn(6, 4)
+    if forget == "model":
+        assert not bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)  # the latest call decides
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(6, 4)) == (forget == "nothing")
+    optimizer.step()  # the flag was for one step, whether or not anybody clips again
+    assert not torch.equal(weight, torch.ones(6, 4))
+
+
+def test_the_threshold_is_not_polluted_by_a_norm_that_nothing_is_clipped_by() -> None:
+    """Megatron-LM 5395, third finding: 6.2e6 of Muon's half made AdamW's 4.0e-4 look like a spike."""
+    weight, bias, optimizer = small()
+    weight.grad, bias.grad = torch.full((6, 4), 6.2e6 / math.sqrt(24)), torch.full((5,), 4.0e-4 / math.sqrt(5))
+    norms = optimizer.clip_grad_norm_(1.0, skip_above=1.0)
+    assert float(norms.muon) == pytest.approx(6.2e6)
+    assert float(norms.adamw) == pytest.approx(4.0e-4)
+    assert not bool(norms.skipped)
+    assert bool(optimizer.clip_grad_norm_(1e9, policy="all", skip_above=1.0).skipped)
+    assert bool(optimizer.clip_grad_norm_(1e9, policy="separate", skip_above=1.0).skipped)
+
+
+# ------------------------------------------------------------------- who is clipped
+
+
+def test_a_rule_is_clipped_unless_it_claims_to_be_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM 5395, second finding: the exemption reached Lion and SOAP, which feel the scale."""
+
+    class Lion(Rule):
+        pass
+
+    assert not Lion.scale_invariant
+    assert [RULES[name].scale_invariant for name in ("muon", "adamw")] == [True, False]
+    raw = problem.gradients(4)
+    monkeypatch.setattr(MuonRule, "scale_invariant", False)
+    assert all(not torch.equal(clipped(raw, "adamw_only")[name], raw[name]) for name in MUON)
+
+
+def test_matrices_under_a_rule_that_feels_the_scale_are_clipped_where_all_are_matrices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without an AdamW half there seemed to be nothing to measure, so nothing was clipped."""
+    monkeypatch.setattr(MuonRule, "scale_invariant", False)
+    weight = nn.Parameter(torch.ones(6, 4))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.ones(6, 4)
+    assert float(optimizer.clip_grad_norm_(1.0, norms=False).adamw) == pytest.approx(24**0.5)
+    assert float(weight.grad.norm()) == pytest.approx(1.0)
+
+
+def test_bf16_parameters_with_masters_are_clipped_in_one_half() -> None:
+    """Megatron-LM 5395, first finding: the wrapper for bf16 lost the flag."""
+    results = []
+    for max_norm in (math.inf, 0.01):
+        weight, bias = (nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in ((6, 4), (5,)))
+        groups = [
+            {"params": [weight], "param_names": ["weight"], "name": "muon"},
+            {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+        ]
+        optimizer = mm.Muon(groups, lr=0.1, master_dtype=torch.float32, adamw_eps=1.0)
+        weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+        bias.grad = torch.ones(5).bfloat16()
+        norms = optimizer.clip_grad_norm_(max_norm)
+        assert float(norms.muon) == pytest.approx(float(weight.grad.double().norm()), rel=1e-12)
+        optimizer.step()
+        results.append((optimizer.state[weight]["master"].clone(), optimizer.state[bias]["master"].clone()))
+    (muon, adamw), (muon_clipped, adamw_clipped) = results
+    assert torch.equal(muon, muon_clipped)
+    assert (1 - adamw_clipped).abs().max() < 0.2 * (1 - adamw).abs().max()
+
+
+def muon_only(norms: bool, skip_above: float) -> tuple[int, list[bool]]:
+    mesh = mesh_of((2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+    optimizer.clip_grad_norm_(1.0)
+    before = issued()
+    found = optimizer.clip_grad_norm_(1.0, norms=norms, skip_above=skip_above)
+    return issued() - before, [norm is None for norm in (found.total, found.muon, found.adamw)]
+
+
+@pytest.mark.parametrize(
+    ("norms", "skip_above", "collectives"), [(False, math.inf, 0), (True, math.inf, 1), (False, 5.0, 1)]
+)
+def test_what_nobody_needs_is_not_reduced(workers, norms: bool, skip_above: float, collectives: int) -> None:
+    """Megatron-LM 5395, fourth finding: an all-reduce for a chain of which nothing is clipped."""
+    for count, left_out in workers(2).run(muon_only, norms, skip_above):
+        assert count == collectives
+        assert left_out == ([False] * 3 if norms else [True, True, False])
+
+
+def test_norms_false_measures_only_what_the_policy_needs() -> None:
+    needed = {"adamw_only": [0, 0, 1], "all": [1, 0, 0], "separate": [0, 1, 1]}
+    for policy in POLICIES:
+        weight, bias, optimizer = small()
+        weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
+        norms = optimizer.clip_grad_norm_(1.0, policy=policy, norms=False)
+        assert [norm is not None for norm in (norms.total, norms.muon, norms.adamw)] == needed[policy]
+        assert math.isnan(norms.item()) == (norms.total is None)
+
+
+# ------------------------------------------------------------------- several meshes and stages
+
+
+def two_meshes(common: bool) -> tuple[float, int]:
+    """Ranks 0 and 1 hold one matrix, 2 and 3 another: two stages of a pipeline."""
+    meshes = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))]
+    stage = dist.get_rank() // 2
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), meshes[stage], [Shard(0)], src_data_rank=None))
+    bias = nn.Parameter(distribute_tensor(torch.ones(5), meshes[stage], [Replicate()], src_data_rank=None))
+    groups = [
+        {"params": [weight], "param_names": [f"{stage}.weight"], "name": "muon"},
+        {"params": [bias], "param_names": [f"{stage}.bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    optimizer = mm.Muon(groups, lr=0.1)
+    weight.grad = distribute_tensor(torch.full((4, 6), 1.0 + stage), meshes[stage], [Shard(0)], src_data_rank=None)
+    bias.grad = distribute_tensor(torch.full((5,), 3.0 + stage), meshes[stage], [Replicate()], src_data_rank=None)
+    group = dist.group.WORLD if common else None
+    norms = optimizer.clip_grad_norm_(1.0, policy="all", process_group=group, skip_above=14.0 if common else 100.0)
+    skipped = bool(norms.skipped)
+    optimizer.step()
+    optimizer.step()
+    return float(norms), skipped
+
+
+def test_stages_that_share_nothing_are_clipped_by_a_common_norm_if_asked(workers) -> None:
+    squares = [24 * (1 + s) ** 2 + 5 * (3 + s) ** 2 for s in range(2)]
+    alone = [math.sqrt(squares[rank // 2]) for rank in range(4)]
+    assert [norm for norm, _ in workers(4).run(two_meshes, False)] == pytest.approx(alone, rel=1e-12)
+    both = workers(4).run(two_meshes, True)
+    assert [norm for norm, _ in both] == pytest.approx([math.sqrt(sum(squares))] * 4, rel=1e-12)
+    assert [skipped for _, skipped in both] == [True] * 4  # though neither stage alone is above the threshold
+
+
+def meshes_in_one_optimizer() -> list[float]:
+    """One matrix on all ranks, one on each half, one on each rank: every element is counted once."""
+    rank = dist.get_rank()
+    half = mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))
+    places = {"all": (mesh_of((4,)), Shard(0)), f"half{rank // 2}": (half[rank // 2], Shard(1))}
+    weights = {
+        name: nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [place], src_data_rank=None))
+        for name, (mesh, place) in places.items()
+    }
+    optimizer = mm.Muon(list(weights.items()), lr=0.1)
+    for name, weight in weights.items():
+        mesh, place = places[name]
+        size = 1.0 if name == "all" else 2.0 + rank // 2
+        weight.grad = distribute_tensor(torch.full((4, 6), size), mesh, [place], src_data_rank=None)
+    return [float(optimizer.clip_grad_norm_(1.0, policy=policy)) for policy in ("adamw_only", "separate")]
+
+
+def test_groups_that_share_no_mesh_are_counted_once(workers) -> None:
+    for norms in workers(4).run(meshes_in_one_optimizer):
+        assert norms == pytest.approx([math.sqrt(24 * (1 + 4 + 9))] * 2, rel=1e-12)
+
+
+def vectors_on_some_ranks(stages: bool) -> float:
+    """Ranks 2 and 3 have an AdamW half, 0 and 1 none; they share a matrix, or are stages of a pipeline."""
+    rank = dist.get_rank()
+    halves = mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))
+    mesh = halves[rank // 2] if stages else mesh_of((4,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    name = f"{rank // 2}.weight" if stages else "weight"
+    groups: list[dict[str, Any]] = [{"params": [weight], "param_names": [name], "name": "muon"}]
+    if rank > 1:
+        bias = nn.Parameter(distribute_tensor(torch.ones(5), halves[1], [Replicate()], src_data_rank=None))
+        bias.grad = distribute_tensor(torch.full((5,), 2.0), halves[1], [Replicate()], src_data_rank=None)
+        groups.append({"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"})
+    optimizer = mm.Muon(groups, lr=0.1)
+    group = dist.group.WORLD if stages else None
+    return float(optimizer.clip_grad_norm_(1.0, norms=False, process_group=group).adamw)
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["one set", "stages"])
+def test_ranks_without_an_adamw_half_take_part_in_its_norm(workers, stages: bool) -> None:
+    assert workers(4).run(vectors_on_some_ranks, stages, timeout=20) == pytest.approx([math.sqrt(20)] * 4, rel=1e-12)
+
+
+# ------------------------------------------------------------------- GradScaler
+
+
+def scaled(way: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Three fp16 steps under a GradScaler, the second of which overflows on one rank."""
+    holding = held(way)
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    scaler.scale(torch.ones(()))  # as the loss would be
+    scales = []
+    for step in range(3):
+        holding.give({name: value * scaler.get_scale() for name, value in problem.initial(5000 + step).items()})
+        if step == 1 and dist.get_rank() == bad_rank:
+            some = next(p for g in holding.groups for p in g["params"] if local_of(p.grad).numel())
+            local_of(some.grad).view(-1)[:1] = math.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(1.5)
+        scaler.step(optimizer, scaler=scaler) if tell else scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, holding.whole(optimizer)
+
+
+def unscaled(clip: bool) -> dict[str, Tensor]:
+    holding = held("local")
+    optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
+    for step in (0, 2):
+        holding.give(problem.initial(5000 + step))
+        if clip:
+            optimizer.clip_grad_norm_(1.5)
+        optimizer.step()
+    return holding.whole(optimizer)
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscaled and clipped before"])
+@pytest.mark.parametrize(
+    ("way", "tell"),
+    [
+        ("ddp", False),
+        ("fsdp", True),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("fsdp", False), ("declared rows by cols", True))),
+        ("flat", True),
+    ],
+)
+def test_an_overflow_on_one_rank_skips_on_all_and_scales_stay_equal(
+    workers, way: str, tell: bool, unscale: bool
+) -> None:
+    """With DDP the reduced gradients overflow everywhere; with FSDP2 torch asks the mesh; others pass the scaler."""
+    pool = workers(4)
+    bad = [None if way == "ddp" else 3]
+    outcomes = pool.run(scaled_everywhere, unscale) if way == "ddp" else pool.run(scaled, way, unscale, tell, *bad)
+    for scales, result in outcomes:
+        assert scales == [2.0**10, 2.0**9, 2.0**9]
+        assert problem.differing(result, unscaled(unscale)) == []
+
+
+def scaled_everywhere(unscale: bool) -> tuple[list[float], dict[str, Tensor]]:
+    return scaled("ddp", unscale, False, dist.get_rank())
+
+
+def test_scales_that_will_differ_are_warned_of(workers) -> None:
+    texts = workers(4).run(warned)
+    assert ["scaler.step(optimizer, scaler=scaler)" in text for text in texts] == [True, True, True, False]
+
+
+def warned() -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaled("declared rows by cols", False, False, 3)
+    return " ".join(str(w.message) for w in caught)
+
+
+def test_fp16_gradients_lose_nothing_when_the_step_unscales() -> None:
+    """Unscaled in fp16 they would vanish: 2⁻²⁰ · 2⁻¹⁰ is no fp16 number."""
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+    twin = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+    gradient = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).half() * 2.0**-14
+    optimizer, other = mm.Muon([weight], lr=0.1), mm.Muon([twin], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale(torch.ones(()))
+    weight.grad, twin.grad = gradient.clone(), gradient.clone()
+    scaler.step(optimizer)
+    other.step()
+    assert torch.equal(weight, twin)  # a power of two changes no bit of the direction
+    momenta = optimizer.state[weight]["momentum_buffer"], other.state[twin]["momentum_buffer"]
+    assert torch.equal(momenta[0] * 2.0**16, momenta[1])
+
+
+# ------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
+def test_a_bad_max_norm_is_refused(max_norm: Any) -> None:
+    weight, _, optimizer = small()
+    weight.grad = torch.ones(6, 4)
+    with pytest.raises(ValueError, match="max_norm"):
+        optimizer.clip_grad_norm_(max_norm)
+
+
+NO_MULTIPLES = ["4", "x", "-4x", "0x", "0.0x", "infx", "nanx", "4xx", " 4x", "4x ", "4 x", "1e999x", "1_0x", "4X", ""]
+
+
+@pytest.mark.parametrize("text", ["4x", "4.x", "4.0x", "0.4e1x", ".4e+1x", "40e-1x"])
+def test_a_multiple_may_be_written_as_any_number(text: str) -> None:
+    assert Limits(skip_above=text).bits == Limits(skip_above="4x").bits != Limits(skip_above=4.0).bits
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"policy": "muon_only"}, 'policy: found .muon_only.; needed one of "adamw_only", "all"'),
+        ({"skip_above": -1.0}, "skip_above: found -1.0"),
+        ({"skip_above": math.nan}, "skip_above: found nan"),
+        *(({"skip_above": text}, f'skip_above: found {text!r}.*Write skip_above="4x"') for text in NO_MULTIPLES),
+        ({"norm_type": math.inf}, "norm_type: found inf; needed 2"),
+        ({"norm_type": 1}, "norm_type: found 1; needed 2"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
+    weight, _, optimizer = small()
+    weight.grad = torch.ones(6, 4)
+    before = weight.grad.clone()
+    with pytest.raises(ValueError, match=told):
+        optimizer.clip_grad_norm_(1.0, **options)
+    assert torch.equal(weight.grad, before)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_gradients_norms_are_zero_and_steps_go_on(policy: str) -> None:
+    weight, _, optimizer = small()
+    norms = optimizer.clip_grad_norm_(1.0, policy=policy, skip_above=1.0)
+    assert (float(norms), float(norms.muon), float(norms.adamw), bool(norms.skipped)) == (0, 0, 0, False)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(6, 4))
+
+
+def test_a_gradient_without_data_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(6, 4, device="meta"))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.ones(6, 4, device="meta")
+    with pytest.raises(TypeError, match=r"group0\.0: found a gradient on meta"):
+        optimizer.clip_grad_norm_(1.0)
+
+
+def bad_gradient(how: str, waits: bool | None) -> None:
+    """On the last rank only."""
+    weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))
+    groups = [
+        {"params": [weight], "param_names": ["weight"], "name": "muon"},
+        {"params": [bias], "param_names": ["bias"], "name": "adamw", "algorithm": "adamw"},
+    ]
+    optimizer = mm.Muon(groups, lr=0.1, process_group="world")
+    optimizer._runtime.driver = Driver(waits)
+    weight.grad, bias.grad = torch.full((4, 6), 9.0), torch.full((5,), 9.0)
+    arguments: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        if how == "sparse":
+            bias.grad = torch.full((5,), 9.0).to_sparse()
+        elif how == "argument":
+            arguments["skip_above"] = -1.0
+    try:
+        optimizer.clip_grad_norm_(1.0, policy="all", **arguments)
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        assert torch.equal(weight, torch.ones(4, 6))  # nothing has been written
+        assert waits is False or torch.equal(weight.grad, torch.full((4, 6), 9.0))
+
+
+@pytest.mark.parametrize(("how", "waits"), [("sparse", None), ("sparse", False), ("argument", None)])
+def test_what_is_wrong_on_one_rank_ends_on_every_rank(workers, how: str, waits: bool | None) -> None:
+    told = {"sparse": "bias: found a gradient with layout", "argument": "skip_above: found -1.0"}
+    outcomes = workers(2).run_expecting_errors(bad_gradient, how, waits)
+    assert [outcome.error for outcome in outcomes] == [
+        mm.PlanError,
+        {"sparse": TypeError, "argument": ValueError}[how],
+    ]
+    assert all(told[how] in outcome.message for outcome in outcomes)
+    assert all(outcome.seconds < 10 for outcome in outcomes)
+
+
+def one_stage_plans_again(skip_above: float | str) -> float:
+    """Ranks 0 and 1 get a second matrix after a step, 2 and 3 do not, and all are clipped by one norm."""
+    rank = dist.get_rank()
+    mesh = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))][rank // 2]
+
+    def weight() -> nn.Parameter:
+        made = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+        made.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+        return made
+
+    optimizer = mm.Muon([(f"{rank // 2}.weight", weight())], lr=0.1)
+    optimizer.clip_grad_norm_(1.0, policy="all", skip_above=skip_above, process_group=dist.group.WORLD)
+    optimizer.step()
+    if rank < 2:
+        optimizer.add_param_group({"params": [("more", weight())], "algorithm": "muon", "name": "more"})
+    norm = float(optimizer.clip_grad_norm_(1e3, policy="all", skip_above=skip_above, process_group=dist.group.WORLD))
+    optimizer.step()
+    assert means_of(optimizer)[1] == ((0, 0, 0) if skip_above == math.inf else (2, 2, 0))
+    return norm
+
+
+@pytest.mark.parametrize("skip_above", [math.inf, "4x"])
+def test_all_stages_clip_again_where_one_plans_again(workers, skip_above: float | str) -> None:
+    """The first call scales stage 0 and stage 1 by 1/√48."""
+    assert workers(4).run(one_stage_plans_again, skip_above, timeout=60) == pytest.approx([25**0.5] * 4, rel=1e-6)
+
+
+def another_policy_on_one_stage(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Ranks 0 and 1 are one stage, 2 and 3 the other; the first two ask for one policy and the others for another."""
+    rank = dist.get_rank()
+    mesh = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))][rank // 2]
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+    weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+    optimizer = mm.Muon([(f"{rank // 2}.weight", weight)], lr=0.1)
+    try:
+        optimizer.clip_grad_norm_(1.0, **(first if rank < 2 else second), process_group=dist.group.WORLD)
+    finally:
+        assert torch.equal(weight.grad.to_local(), torch.ones(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"policy": "all"}, {"policy": "adamw_only"}), ({"skip_above": "4x"}, {"skip_above": 4.0})],
+    ids=["policy", "skip_above"],
+)
+def test_stages_with_other_arguments_end_in_an_error_on_all(
+    workers, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    outcomes = workers(4).run_expecting_errors(another_policy_on_one_stage, first, second)
+    assert [outcome.error for outcome in outcomes] == [mm.PlanError] * 4
+    assert all("policy" in outcome.message and "skip_above" in outcome.message for outcome in outcomes)
+    assert all(outcome.seconds < 10 for outcome in outcomes)

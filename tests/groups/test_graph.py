@@ -1,0 +1,1189 @@
+"""What a weight is, as one forward shows it: models by their kind, as other projects write them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import muonmesh as mm
+from muonmesh.groups.example import facts_of_example
+from tests.support.reference import split
+from tests.support.workers import Pool
+
+HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
+
+
+def roles(model: nn.Module, example: Any) -> dict[str, Any]:
+    """The split of each matrix of Muon, or the group of AdamW; nothing may be left to a guess."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*found 0 matrices")  # of models that are ends only
+        groups = mm.split_params(model, example=example)
+    return {
+        name: group["matrices"][i] if "matrices" in group else group["name"]
+        for group in groups
+        for i, name in enumerate(group["param_names"])
+        if group["params"][i].dim() > 1
+    }
+
+
+def reason(model: nn.Module, example: Any, name: str) -> str:
+    groups = mm.split_params(model, example=example)
+    return next(g["reasons"][g["param_names"].index(name)] for g in groups if name in g["param_names"])
+
+
+class Calls(nn.Module):
+    """A model of named layers, whose forward is a function of them and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def tokens(forward: Callable[..., Any], width: int = 16, **layers: nn.Module | nn.Parameter) -> nn.Module:
+    """Two blocks of these layers between an embedding and an output layer."""
+
+    def run(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.out(x)
+        return out
+
+    blocks = nn.ModuleList(copy.deepcopy(Calls(forward, **layers)) for _ in range(2))
+    return Calls(run, embed=nn.Embedding(9, width), blocks=blocks, out=nn.Linear(width, 9))
+
+
+IDS = (torch.arange(10).view(2, 5) % 9,)
+FUSED = "blocks.1.fused.weight"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_heads(x: Tensor, heads: int = 4) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def rotary_cat(x: Tensor) -> Tensor:
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    angle = torch.arange(a.shape[-2] * a.shape[-1]).view(a.shape[-2:]).float()
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+
+def rotary_pairs(x: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((-b, a), -1).flatten(-2)
+
+
+def rotary_unbound(x: Tensor) -> Tensor:
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a - b, a + b), dim=-1).flatten(-2)
+
+
+def rotary_complex(x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.ones(pairs.shape[-1], dtype=torch.cfloat)).flatten(-2)
+
+
+def starred(self: Any, x: Tensor) -> Tensor:
+    q, k, v = (self.q(x), *self.fused(x).chunk(2, dim=-1))
+    out: Tensor = self.proj(attention(q, k, v))
+    return out
+
+
+def grouped_queries(self: Any, x: Tensor) -> Tensor:
+    size = 2 * 4
+    q, k, v = self.fused(x).split([16, size, size], dim=-1)
+    k, v = (by_heads(part, 2).repeat_interleave(2, dim=1) for part in (k, v))
+    out: Tensor = self.proj(attention(by_heads(q), k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def head_by_head(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).view(*x.shape[:2], 4, 3 * 4).transpose(1, 2).chunk(3, dim=-1)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def gqa_by_group(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).unflatten(-1, (2, 16)).split([8, 4, 4], dim=-1)
+    mixed = attention(q.flatten(-2), k.repeat(1, 1, 1, 2).flatten(-2), v.repeat(1, 1, 1, 2).flatten(-2))
+    out: Tensor = self.proj(mixed)
+    return out
+
+
+def permuted(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.fused(x).reshape(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def indexed(self: Any, x: Tensor) -> Tensor:
+    qkv = self.fused(x).view(*x.shape[:2], 3, 4, 4)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    out: Tensor = self.proj(attention(rotary_cat(q), rotary_cat(k), v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def sliced(self: Any, x: Tensor) -> Tensor:
+    qkv = self.fused(x)
+    out: Tensor = self.proj(attention(qkv[..., :16], qkv[..., 16:32], qkv[..., 32:]))
+    return out
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.fused(x).chunk(2, dim=-1)
+    out: Tensor = self.proj(F.silu(gate) * up)
+    return out
+
+
+def gated_alternating(self: Any, x: Tensor) -> Tensor:
+    both = self.fused(x)
+    out: Tensor = self.proj(F.silu(both[..., ::2]) * (both[..., 1::2] + 1))
+    return out
+
+
+def gated_by_glu(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.proj(F.glu(self.fused(x)))
+    return out
+
+
+def activated_first(self: Any, x: Tensor) -> Tensor:
+    a, b = F.dropout(F.gelu(self.fused(x)), 0.1).split(16, dim=-1)
+    out: Tensor = self.proj(a * b)
+    return out
+
+
+def through_depthwise(self: Any, x: Tensor) -> Tensor:
+    z, xbc = self.fused(x).split([16, 24], dim=-1)
+    a, b, c = F.silu(self.conv(xbc.mT)[..., :-1].mT).split([16, 4, 4], dim=-1)
+    out: Tensor = self.proj(F.silu(z) * (a + (b * c).sum(-1, keepdim=True)))
+    return out
+
+
+def convolved(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.conv(x.mT).chunk(3, 1)
+    a, b = self.fused(x).chunk(2, -1)
+    out: Tensor = self.proj(attention(q, k, v).mT + a * b)
+    return out
+
+
+def cut_of(out: int, forward: Callable[..., Any], **more: nn.Module) -> nn.Module:
+    return tokens(forward, fused=nn.Linear(16, out), proj=nn.Linear(16, 16), **more)
+
+
+CUTS: dict[str, tuple[nn.Module, Any]] = {
+    "keys and values in a starred tuple": (cut_of(32, starred, q=nn.Linear(16, 16)), ("rows", 16, 16)),
+    "grouped queries": (cut_of(32, grouped_queries), ("rows", 16, 8, 8)),
+    "q, k, v head by head": (cut_of(48, head_by_head), ("interleaved", 3, 0, 4)),
+    "a group of queries, a key, a value": (cut_of(32, gqa_by_group), ("interleaved", (8, 4, 4), 0)),
+    "unbound after a permutation": (cut_of(48, permuted), ("rows", 16, 16, 16)),
+    "indexed, then rotated": (cut_of(48, indexed), ("rows", 16, 16, 16)),
+    "sliced": (cut_of(48, sliced), ("rows", 16, 16, 16)),
+    "a gate and what it multiplies": (cut_of(32, gated), ("rows", 16, 16)),
+    "a gate in every other row": (cut_of(32, gated_alternating), ("interleaved", 2, 0)),
+    "glu": (cut_of(32, gated_by_glu), ("rows", 16, 16)),
+    "cut behind an activation and dropout": (cut_of(32, activated_first), ("rows", 16, 16)),
+    "a convolution": (
+        cut_of(32, convolved, conv=nn.Conv1d(16, 48, 3, padding=1)),
+        ("rows", 16, 16),
+    ),
+    "cut again behind a depthwise convolution": (
+        cut_of(40, through_depthwise, conv=nn.Conv1d(24, 24, 2, padding=1, groups=24)),
+        ("rows", 16, 16, 4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_a_fused_weight_is_split_as_its_output_is_cut(kind: str) -> None:
+    model, spec = CUTS[kind]
+    found = roles(model, IDS)
+    assert found[FUSED] == found[FUSED.replace("1", "0")] == spec
+    assert found["blocks.1.proj.weight"] == "whole"
+    assert found["out.weight"] == HEAD
+    assert found.get("blocks.1.conv.weight", ADAMW) in (ADAMW, ("flatten", ("rows", 16, 16, 16)))
+    parts = len(split(torch.arange(model.get_parameter(FUSED).numel()).view(-1, 16), spec))
+    assert f"a forward cuts its output into {parts} parts" in reason(model, IDS, FUSED)
+
+
+def rotated(rotary: Callable[[Tensor], Tensor]) -> nn.Module:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k = rotary(by_heads(self.fused(x))), rotary(by_heads(self.k(x)))
+        out: Tensor = self.proj(attention(q, k, by_heads(self.v(x))).transpose(1, 2).flatten(-2))
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in ("fused", "k", "v", "proj")}
+    return tokens(forward, **layers)
+
+
+def values_in_halves(self: Any, x: Tensor) -> Tensor:
+    """One query reads two halves of the value heads, side by side: a head's values are both halves (DiffLlama)."""
+    q, k = by_heads(self.q(x)), by_heads(self.k(x))
+    mixed = [attention(q, k, half.repeat(1, 2, 1, 1)) for half in by_heads(self.fused(x)).chunk(2, dim=1)]
+    out: Tensor = self.proj(torch.cat(mixed, -1)[:, ::2].transpose(1, 2).flatten(-2))
+    return out
+
+
+def head_after_head(self: Any, x: Tensor) -> Tensor:
+    parts = zip(self.q(x).chunk(4, -1), self.k(x).chunk(4, -1), self.fused(x).chunk(4, -1), strict=True)
+    out: Tensor = self.proj(torch.cat([attention(k, v, q) for q, k, v in parts], -1))
+    return out
+
+
+def class_token(self: Any, x: Tensor) -> Tensor:
+    read = self.fused(x)
+    return torch.cat((read[:, :1], self.proj(read[:, 1:])), 1)
+
+
+WHOLE: dict[str, nn.Module] = {
+    "rotary halves": rotated(rotary_cat),
+    "rotary pairs": rotated(lambda x: x * 2 + rotary_pairs(x)),
+    "rotary pairs, without the whole": rotated(rotary_pairs),
+    "rotary pairs by unbind": rotated(rotary_unbound),
+    "rotary numbers": rotated(rotary_complex),
+    "tokens that are cut": cut_of(16, class_token),
+    "values in halves": cut_of(16, values_in_halves, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
+    "a loop over heads": cut_of(16, head_after_head, q=nn.Linear(16, 16), k=nn.Linear(16, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_is_joined_again_is_one_matrix(kind: str) -> None:
+    assert roles(WHOLE[kind], IDS)[FUSED] == "whole"
+
+
+def test_a_residual_stream_that_is_cut_says_nothing_of_the_weights_that_write_it() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(F.silu(x))
+        a, b = x.chunk(2, -1)
+        out: Tensor = self.out(a * b)
+        return out
+
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    model = Calls(forward, embed=nn.Embedding(9, 16), layers=layers, out=nn.Linear(8, 9))
+    assert {roles(model, IDS)[f"layers.{i}.weight"] for i in range(3)} == {"whole"}
+
+
+def test_nor_does_a_sum_of_a_layer_and_of_what_it_reads() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        stream = self.stem(x)
+        a, b = (stream + self.layer(F.silu(stream))).chunk(2, -1)
+        out: Tensor = self.out(a * b)
+        return out
+
+    model = Calls(forward, stem=nn.Linear(4, 16), layer=nn.Linear(16, 16), out=nn.Linear(8, 3))
+    assert roles(model, (torch.randn(2, 4),)) == {"stem.weight": INPUT, "layer.weight": "whole", "out.weight": HEAD}
+
+
+def test_the_modulation_of_a_diffusion_transformer() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16, elementwise_affine=False)
+            self.qkv, self.proj, self.fc = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(16, 96))
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            a, b, g, d, e, f = self.modulation(c).chunk(6, dim=1)
+            y = self.norm(x) * (1 + b.unsqueeze(1)) + a.unsqueeze(1)
+            x = x + g.unsqueeze(1) * self.proj(attention(*self.qkv(y).chunk(3, -1)))
+            y = self.norm(x) * (1 + e.unsqueeze(1)) + d.unsqueeze(1)
+            return x + f.unsqueeze(1) * self.fc(y)
+
+    class Final(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.modulation = nn.Linear(16, 8), nn.Sequential(nn.SiLU(), nn.Linear(16, 32))
+
+        def forward(self, x: Tensor, c: Tensor) -> Tensor:
+            shift, scale = self.modulation(c).chunk(2, dim=1)
+            out: Tensor = self.linear(x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1))
+            return out
+
+    def forward(self: Any, image: Tensor, label: Tensor) -> Tensor:
+        x, c = self.patches(image).flatten(2).mT, self.labels(label)
+        for block in self.blocks:
+            x = block(x, c)
+        out: Tensor = self.final(x, c)
+        return out
+
+    patches, labels = nn.Conv2d(4, 16, 2, 2), nn.Embedding(5, 16)
+    model = Calls(forward, patches=patches, labels=labels, blocks=nn.ModuleList([Block(), Block()]), final=Final())
+    found = roles(model, (torch.randn(2, 4, 8, 8), torch.tensor([1, 2])))
+    assert found["blocks.1.modulation.1.weight"] == ("rows", *[16] * 6)
+    assert found["final.modulation.1.weight"] == ("rows", 16, 16)
+    assert found["blocks.0.qkv.weight"] == ("rows", 16, 16, 16)
+    assert found["final.linear.weight"] == HEAD
+    assert found["patches.weight"] == found["labels.weight"] == INPUT
+
+
+def test_the_gates_of_a_recurrent_cell_of_ones_own() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        h = c = x.new_zeros(x.shape[0], 16)
+        for t in range(x.shape[1]):
+            i, f, g, o = (self.of_input(x[:, t]) + self.of_state(h)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        out: Tensor = self.out(h)
+        return out
+
+    gates = {"of_input": nn.Linear(16, 64), "of_state": nn.Linear(16, 64, bias=False)}
+    model = Calls(forward, embed=nn.Embedding(9, 16), **gates, out=nn.Linear(16, 3))
+    found = roles(model, IDS)
+    assert found["of_input.weight"] == found["of_state.weight"] == ("rows", 16, 16, 16, 16)
+    assert found["out.weight"] == HEAD
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+BODY = {"body": nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())}
+
+
+def both(a: str, b: str) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.body(x)
+        return getattr(self, a)(h), getattr(self, b)(h)
+
+    return forward
+
+
+TWO_HEADS: dict[str, tuple[nn.Module, nn.Module]] = {
+    "policy and value": (nn.Linear(32, 4), nn.Linear(32, 1)),
+    "mean and log_std": (nn.Linear(32, 3), nn.Linear(32, 3)),
+    "classes and boxes": (nn.Linear(32, 92), nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))),
+    "fc and aux": (nn.Linear(32, 10), nn.Linear(32, 10)),
+}
+
+
+@pytest.mark.parametrize("kind", TWO_HEADS)
+def test_of_two_heads_each_is_an_output_layer(kind: str) -> None:
+    one, other = TWO_HEADS[kind]
+    model = Calls(both("one", "other"), **BODY, one=one, other=other)
+    found = roles(model, (torch.randn(5, 8),))
+    last = [name for name in found if name.startswith("other")][-1]
+    assert found["one.weight"] == found[last] == HEAD
+    assert found["body.0.weight"] == INPUT
+    assert found["body.2.weight"] == "whole"
+    if last != "other.weight":
+        assert found["other.0.weight"] == "whole"
+
+
+def test_heads_of_a_loss() -> None:
+    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 10), other=nn.Linear(32, 10))
+    x, y = torch.randn(5, 8), torch.arange(5)
+
+    def loss() -> Tensor:
+        one, other = model(x)
+        return F.cross_entropy(one, y) + 0.3 * F.cross_entropy(other, y) + 1e-3 * one.logsumexp(-1).square().mean()
+
+    found = roles(model, loss)
+    assert found["one.weight"] == found["other.weight"] == HEAD
+    assert found["body.0.weight"] == INPUT
+
+
+def test_states_among_the_outputs_are_no_results() -> None:
+    def forward(self: Any, ids: Tensor) -> dict[str, Any]:
+        x = states = self.embed(ids)
+        kept = []
+        for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
+            kept.append((k(x), v(x)))
+            x = x + o(attention(q(x), *kept[-1]))
+        return {"logits": self.out(x), "past": kept, "encoder_states": states, "hidden": (x,)}
+
+    lists = {name: nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for name in "qkvo"}
+    model = Calls(forward, embed=nn.Embedding(9, 16), **lists, out=nn.Linear(16, 9))
+    found = roles(model, IDS)
+    assert {name for name, role in found.items() if role == HEAD} == {"out.weight"}
+    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+
+
+def test_a_state_among_the_outputs_is_no_result_though_its_layer_is_registered_last() -> None:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.state(F.relu(self.stem(x)))
+        return self.out(F.relu(state)), state
+
+    model = Calls(forward, stem=nn.Linear(4, 16), out=nn.Linear(16, 3), state=nn.Linear(16, 16))
+    assert roles(model, (torch.randn(2, 4),)) == {"stem.weight": INPUT, "out.weight": HEAD, "state.weight": "whole"}
+
+
+def test_the_adaptive_softmax_of_torch() -> None:
+    def forward(self: Any, ids: Tensor) -> Any:
+        x = self.embed(ids).flatten(0, 1)
+        return self.adaptive(x + self.mix(x), ids.flatten()).loss
+
+    adaptive = nn.AdaptiveLogSoftmaxWithLoss(16, 9, [3, 6])
+    model = Calls(forward, embed=nn.Embedding(9, 16), mix=nn.Linear(16, 16), adaptive=adaptive)
+    found = roles(model, IDS)
+    last = {"adaptive.head.weight", "adaptive.tail.0.1.weight", "adaptive.tail.1.1.weight"}
+    assert {name for name, role in found.items() if role == HEAD} == last
+    assert found["adaptive.tail.0.0.weight"] == found["mix.weight"] == "whole"
+
+
+def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
+    def forward(self: Any, image: Tensor) -> Any:
+        mean, log = self.quantize(self.encoder(image)).chunk(2, 1)
+        z = mean + torch.exp(0.5 * log) * torch.randn_like(mean)
+        return self.decoder(self.unquantize(z)), mean, log
+
+    def part(*sizes: int) -> nn.Module:
+        return nn.Sequential(*[nn.Conv2d(a, b, 3, padding=1) for a, b in itertools.pairwise(sizes)])
+
+    ends = {"quantize": nn.Conv2d(8, 8, 1), "unquantize": nn.Conv2d(4, 4, 1)}
+    model = Calls(forward, encoder=part(3, 16, 16, 8), decoder=part(4, 16, 16, 3), **ends)
+    found = roles(model, (torch.randn(2, 3, 8, 8),))
+    assert found["encoder.0.weight"] == INPUT
+    assert found["decoder.2.weight"] == HEAD
+    assert found["quantize.weight"] == ("flatten", ("rows", 4, 4))
+    assert found["unquantize.weight"] == found["decoder.0.weight"] == "flatten"
+
+
+def test_keys_of_a_text_that_each_block_reads_are_no_input_layers() -> None:
+    def forward(self: Any, x: Tensor, text: Tensor) -> Tensor:
+        x = self.stem(x)
+        for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
+            x = x + o(attention(q(x), k(text), v(text)))
+        out: Tensor = self.out(x)
+        return out
+
+    lists = {name: nn.ModuleList(nn.Linear(6 if name in "kv" else 16, 16) for _ in range(2)) for name in "qkvo"}
+    model = Calls(forward, stem=nn.Linear(3, 16), **lists, out=nn.Linear(16, 3))
+    found = roles(model, (torch.randn(2, 5, 3), torch.randn(2, 7, 6)))
+    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+    assert found["stem.weight"] == INPUT
+
+
+def test_blocks_without_ends_stay_blocks() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    found = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
+    assert HEAD not in found.values()
+    assert INPUT not in found.values()
+    assert found["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
+
+
+class Parallel(nn.Module):
+    """A block whose attention and MLP read the same stream and are added to it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.o = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        mixed: Tensor = self.o(F.softmax(self.q(y), -1))
+        return x + mixed + self.down(F.gelu(self.up(y)))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_stage_between_others_has_no_ends(blocks: int) -> None:
+    """Its blocks read inputs and make outputs, but both are the stream to which they add."""
+    stage = Calls(lambda self, x: self.norm(nn.Sequential(*self.blocks)(x)), norm=nn.LayerNorm(16))
+    stage.blocks = nn.ModuleList(Parallel() for _ in range(blocks))
+    found = roles(stage, (torch.randn(2, 5, 16),))
+    assert set(found.values()) == {"whole"}
+
+
+def test_frozen_layers_are_no_inputs() -> None:
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    layers[0].requires_grad_(False)
+    found = roles(nn.Sequential(*layers), (torch.randn(2, 8),))
+    assert found == {"2.weight": "whole", "4.weight": HEAD}
+    assert [p.requires_grad for p in layers[0].parameters()] == [False, False]
+
+
+def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            states = self.teacher(x)
+        out: Tensor = self.out(F.relu(self.student(x)) + self.reads(states))
+        return out
+
+    teacher = nn.Linear(8, 16).requires_grad_(False)
+    layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, teacher=teacher, **layers), (torch.randn(2, 8),))
+    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+
+
+@pytest.mark.parametrize("steps", [[1.0, 2.0], [1, 2]])
+@pytest.mark.parametrize("function", [False, True])
+def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[Any], function: bool) -> None:
+    """Integers have no gradient, but what becomes floating point of them has."""
+
+    def forward(self: Any, x: Tensor, step: Tensor) -> Tensor:
+        step = step + 1
+        waves = torch.sin(step[:, None].float() * torch.linspace(0.1, 1, 8, device=step.device))
+        out: Tensor = self.out(F.relu(self.stem(x) + self.time(waves)))
+        return out
+
+    model = Calls(forward, stem=nn.Linear(8, 16), time=nn.Linear(8, 16), out=nn.Linear(16, 3))
+    example: Any = (torch.randn(2, 8), torch.tensor(steps))
+    found = roles(model, (lambda: model(*example).sum()) if function else example)
+    assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
+
+
+def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
+    """As graph networks do, which gather what their neighbours have."""
+
+    def forward(self: Any, x: Tensor, neighbours: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.first(x + x[neighbours])))
+        return out
+
+    model = Calls(forward, first=nn.Linear(8, 16), out=nn.Linear(16, 3))
+    example = (torch.randn(4, 8), torch.tensor([1, 2, 3, 0]))
+    assert roles(model, example) == {"first.weight": INPUT, "out.weight": HEAD}
+
+
+def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        fixed = self.scale * torch.ones_like(self.scale)
+        out: Tensor = self.out(F.relu(self.student(x)) + self.reads(fixed.expand(2, 8)))
+        return out
+
+    layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(8, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, scale=nn.Parameter(torch.ones(8)), **layers), (torch.randn(2, 8),))
+    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+
+
+def test_a_layer_behind_what_the_graph_hides_is_no_input_layer_for_sure() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.c(F.relu(self.b(checkpoint(self.a, x, use_reentrant=True))))
+        return out
+
+    model = Calls(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 16), c=nn.Linear(16, 3))
+    assert roles(model, (torch.randn(2, 8),)) == {"a.weight": "whole", "b.weight": "whole", "c.weight": HEAD}
+
+
+def test_stages_of_a_pipeline_take_the_ends_of_the_whole_model() -> None:
+    """Alone, the first layer of the last stage reads inputs, and the last of the first makes outputs."""
+    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    whole = nn.Sequential(*layers)
+    groups = mm.split_params(whole, example=(torch.randn(2, 8),))
+    for stage, kept in ((whole[:3], ["2.weight"]), (whole[3:], ["4.weight"])):
+        named = nn.Module()
+        for name, module in zip(range(3) if kept == ["2.weight"] else range(3, 7), stage, strict=True):
+            named.add_module(str(name), module)
+        assert groups.held_by(named)[0]["param_names"] == kept
+
+
+def test_several_losses_and_what_is_used_in_another_phase() -> None:
+    """A critic and a generator have their losses; what no loss of this phase uses is judged as without an example."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        fake = self.make(F.relu(self.read(x)))
+        if self.training:
+            return {"a": self.judge(F.relu(self.see(fake))).mean(), "b": (fake - x).square().mean()}
+        return fake
+
+    sizes = {"read": (8, 16), "make": (16, 8), "see": (8, 16), "judge": (16, 4)}
+    model = Calls(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
+    x = torch.randn(2, 8)
+    found = roles(model, (x,))
+    assert found == {"read.weight": INPUT, "make.weight": "whole", "see.weight": "whole", "judge.weight": HEAD}
+    model.eval()
+    groups = mm.split_params(model, example=(x,))
+    where = {name: (g["name"], g["reasons"][i]) for g in groups for i, name in enumerate(g["param_names"])}
+    assert where["make.weight"][0] == HEAD
+    assert where["see.weight"][0] == "muon"
+    assert "does not show it" in where["see.weight"][1]
+
+
+class Swish(torch.autograd.Function):
+    """An activation with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.sigmoid()
+
+
+def test_a_function_with_a_gradient_of_its_own_leaves_a_doubt_and_no_wrong_role() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = Swish.apply(self.qkv(x)).chunk(2, -1)
+        out: Tensor = self.proj(gate * up)
+        return out
+
+    model = tokens(forward, qkv=nn.Linear(16, 32), proj=nn.Linear(16, 16))
+    groups = mm.split_params(model, example=IDS)
+    assert groups[0]["param_names"] == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "proj")]
+    assert {group["name"] for group in groups} == {"muon", INPUT, HEAD, VECTOR}
+    assert groups.guesses == tuple(f"blocks.{i}.qkv.weight" for i in range(2))
+    assert "hides whether it is fused; a guess" in str(groups)
+
+
+class GPT2Attention(Calls):
+    """Attention whose class tells that its weight holds q, k and v of 16 rows each."""
+
+    __module__ = "transformers.models.gpt2.modeling_gpt2"
+    split_size = 16
+
+
+def by_indices(self: Any, x: Tensor) -> Tensor:
+    """Only the first cut is one that a graph shows."""
+    q, both = self.c_attn(x).split([16, 32], dim=-1)
+    out: Tensor = self.proj(attention(q, both[..., list(range(16))], both[..., list(range(16, 32))]))
+    return out
+
+
+def all_by_indices(self: Any, x: Tensor) -> Tensor:
+    qkv = self.c_attn(x)
+    out: Tensor = self.proj(attention(*(qkv[..., list(range(16 * i, 16 * i + 16))] for i in range(3))))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("forward", "cut"), [(by_indices, ("rows", 16, 32)), (all_by_indices, None)], ids=["some", "all"]
+)
+def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any, cut: Any) -> None:
+    """What is not cut and what is unknown are two answers."""
+    layers = {"c_attn": nn.Linear(16, 48), "proj": nn.Linear(16, 16)}
+    attends = GPT2Attention(forward, **layers)
+    model = Calls(lambda self, x: self.out(self.a(self.embed(x))), embed=nn.Embedding(9, 16), a=attends)
+    model.out = nn.Linear(16, 9)
+    seen = facts_of_example(model, IDS)
+    assert seen[id(layers["proj"].weight)].cut == "whole"
+    assert not seen[id(layers["proj"].weight)].hidden
+    assert seen[id(layers["c_attn"].weight)].cut == cut
+    assert seen[id(layers["c_attn"].weight)].hidden
+    assert roles(model, IDS)["a.c_attn.weight"] == ("rows", 16, 16, 16)
+
+
+def test_indices_that_pick_tokens_hide_nothing() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(self.fused(x)[:, [0, 1, 2, 3, 4]])
+        return out
+
+    model = cut_of(16, forward)
+    seen = facts_of_example(model, IDS)[id(model.get_parameter(FUSED))]
+    assert (seen.cut, seen.hidden) == ("whole", False)
+
+
+class Product(torch.autograd.Function):
+    """A product with a weight, and with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].mT @ x
+
+
+def test_a_weight_that_a_function_of_its_own_multiplies_by_is_said_to_be_a_guess() -> None:
+    model = Calls(lambda self, x: self.out(Product.apply(self.first(x), self.mid.weight)), first=nn.Linear(8, 16))
+    model.mid, model.out = nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
+    example = (torch.randn(2, 8),)
+    assert roles(model, example)["mid.weight"] == "whole"
+    assert "hides whether it is fused; a guess" in reason(model, example, "mid.weight")
+
+
+def test_experts_whose_kernel_takes_bf16_alone_on_meta() -> None:
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings |= {"num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
+    found = roles(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
+    assert found["model.layers.0.mlp.experts.gate_up_proj"] == ("stack", ("rows", 48, 48))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_torch_are_split_by_their_class(kind: Any) -> None:
+    """They may be one node that hides its gates, or steps that read a state of zeros."""
+    layer = kind(16, 16, batch_first=True)
+    model = Calls(lambda self, x: self.out(self.rnn(self.embed(x))[0]), embed=nn.Embedding(9, 16), rnn=layer)
+    model.out = nn.Linear(16, 9)
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
+    split = ("rows", *[16] * gates) if gates > 1 else "whole"
+    expected = {"embed.weight": INPUT, "out.weight": HEAD, "rnn.weight_ih_l0": split, "rnn.weight_hh_l0": split}
+    assert roles(model, IDS) == expected
+
+
+def test_a_function_that_calls_compiled_blocks() -> None:
+    """They run uncompiled: a compiled function is one node, which hides its products."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model = cut_of(32, gqa_by_group)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend=backend)
+    seen = facts_of_example(model, lambda: model(*IDS).sum())
+    assert seen[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
+    assert compiled == []
+
+
+def test_attention_of_torch_by_its_function() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bias = torch.zeros(48)
+        mixed, _ = F.multi_head_attention_forward(
+            x, x, x, 16, 4, self.fused.weight, bias, None, None, False, 0.0, self.proj.weight, self.proj.bias
+        )
+        return mixed
+
+    assert roles(cut_of(48, forward), IDS)[FUSED] == ("rows", 16, 16, 16)
+
+
+# --- what makes a weight ---------------------------------------------------------------------------------------------
+
+
+def old_weight_norm(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found: nn.Module = nn.utils.weight_norm(layer)
+    return found
+
+
+MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "old weight norm": old_weight_norm,
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("convolution", [False, True])
+def test_a_parameter_that_makes_a_weight_is_adamws(kind: str, convolution: bool) -> None:
+    if convolution:
+        hidden: nn.Module = nn.Conv1d(16, 16, 3)
+        layers = [nn.Conv1d(3, 16, 3), hidden, nn.ReLU(), nn.Conv1d(16, 5, 3)]
+    else:
+        hidden = nn.Linear(16, 16)
+        layers = [nn.Linear(3, 16), hidden, nn.ReLU(), nn.Linear(16, 5)]
+    MADE[kind](hidden)
+    example = (torch.randn(2, 3, 12) if convolution else torch.randn(2, 3),)
+    found = roles(nn.Sequential(*layers), example)
+    assert {role for name, role in found.items() if name.startswith("1.")} <= {ADAMW, VECTOR}
+    assert found["0.weight"] == INPUT
+    assert found["3.weight"] == HEAD
+
+
+@pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_a", "lora_b")])
+def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        down, up = (getattr(self, name) for name in names)
+        out: Tensor = self.base(x) + 2 * up(down(F.dropout(x, 0.1)))
+        return F.relu(out)
+
+    pair = {names[0]: nn.Linear(16, 4, bias=False), names[1]: nn.Linear(4, 16, bias=False)}
+    found = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
+    assert {found[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
+
+
+def test_numbers_that_are_read_as_complex_are_adamws() -> None:
+    """Real parameters of a Fourier layer, two for each complex number."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=-1)
+        mixed = torch.einsum("bti,io->bto", spectrum, torch.view_as_complex(self.pairs))
+        out: Tensor = self.proj(torch.fft.irfft(mixed, n=16))
+        return out
+
+    found = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
+    assert found["blocks.0.pairs"] == ADAMW
+
+
+class Bare(nn.Module):
+    """Parameters of its own, as research code holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(9, 16))
+        self.w_in = nn.Parameter(torch.randn(16, 64))
+        self.w_out = nn.Parameter(torch.randn(16, 32))
+        self.per_expert = nn.Parameter(torch.randn(4, 16, 32))
+        self.per_expert_out = nn.Parameter(torch.randn(4, 16, 16))
+        self.filters = nn.Parameter(torch.randn(16, 1, 3))
+        self.kernel = nn.Parameter(torch.randn(16, 16, 3))
+        self.final = nn.Parameter(torch.randn(16, 9))
+        self.shift = nn.Parameter(torch.randn(5, 16))
+        self.first = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.cat([self.first.expand(len(ids), -1, -1), self.words[ids] + self.shift], 1)[:, 3:]
+        gate, up = (x @ self.w_in).chunk(2, -1)
+        x = x + (gate.sigmoid() * up) @ self.w_out.T
+        y = torch.einsum("btd,edf->betf", x, self.per_expert)
+        a, b = y[..., ::2], y[..., 1::2]
+        x = x + torch.einsum("betf,egf->betg", a * b, self.per_expert_out).sum(1)
+        x = x + F.conv1d(x.mT, self.filters, padding=1, groups=16).mT
+        x = x + F.conv1d(x.mT, self.kernel, padding=1).mT
+        return x @ self.final
+
+
+def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
+    found = roles(Bare(), IDS)
+    assert found == {
+        "words": INPUT,
+        "w_in": ("transposed", ("rows", 32, 32)),
+        "w_out": "whole",
+        "per_expert": ("stack", ("transposed", ("interleaved", 2, 0))),
+        "per_expert_out": "stack",
+        "filters": ADAMW,
+        "kernel": "flatten",
+        "shift": INPUT,  # names that say nothing
+        "first": INPUT,
+        "final": HEAD,
+    }
+
+
+def test_experts_one_after_the_other_whose_tokens_are_joined_before_the_cut() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1).split([4, 6])
+        both = torch.cat([F.linear(some, self.up[i]) for i, some in enumerate(tokens)])
+        gate, up = both.chunk(2, -1)
+        done = (F.silu(gate) * up).split([4, 6])
+        return torch.cat([F.linear(some, self.down[i]) for i, some in enumerate(done)]).view(x.shape)
+
+    experts = {"up": nn.Parameter(torch.randn(2, 48, 16)), "down": nn.Parameter(torch.randn(2, 16, 24))}
+    found = roles(tokens(forward, **experts), IDS)
+    assert found["blocks.0.up"] == ("stack", ("rows", 24, 24))
+    assert found["blocks.0.down"] == "stack"
+
+
+def test_a_tied_table_and_a_shared_layer() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(3):
+            x = x + self.again(F.silu(x))
+        return x @ self.embed.weight.T
+
+    model = Calls(forward, embed=nn.Embedding(9, 16), again=nn.Linear(16, 16))
+    assert roles(model, IDS) == {"embed.weight": INPUT, "again.weight": "whole"}
+    assert facts_of_example(model, IDS)[id(model.get_parameter("again.weight"))].does == "multiplies"
+
+
+def test_a_weight_that_takes_no_part_is_said_to() -> None:
+    layers = {"idle": nn.Linear(4, 4), "a": nn.Linear(8, 16), "b": nn.Linear(16, 3)}
+    model = Calls(lambda self, x: self.b(F.relu(self.a(x))), **layers)
+    assert (
+        reason(model, (torch.randn(2, 8),), "idle.weight") == "linear; the example's forward does not show it; a guess"
+    )
+
+
+# --- how the forward is run ------------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.device.type)
+        self.count += 1
+        self.norm.eval()
+        found: Tensor = self.b(F.dropout(self.norm(self.a(x))))
+        return found
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_a_model_is_left_as_it_was(function: bool) -> None:
+    model, x = Noisy(), torch.randn(4, 8)
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    buffer, state = model.count, torch.random.get_rng_state()
+    found = roles(model, (lambda: model(x)) if function else (x,))
+    assert found == {"a.weight": INPUT, "b.weight": HEAD}
+    assert model.calls == (["cpu"] if function else [])  # a copy on meta has run
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.count is buffer
+    assert model.norm.training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(model.a.weight.grad, torch.ones_like(model.a.weight))
+    assert model.b.weight.grad is None
+    assert not model._forward_pre_hooks
+    assert not x.requires_grad
+
+
+def test_a_forward_that_reads_numbers_runs_on_the_model() -> None:
+    model = Noisy()
+    ran = Calls(lambda self, x: self.inner(x if x.sum() > 0 else -x), inner=model)
+    assert roles(ran, {"x": torch.randn(4, 8)}) == {"inner.a.weight": INPUT, "inner.b.weight": HEAD}
+    assert model.calls == ["cpu"]
+    assert model.count == 0
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert roles(model, (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+def test_a_model_on_meta_that_reads_numbers_is_told_yes() -> None:
+    """There are none, and no other forward could have them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    asks = Calls(lambda self, x, mask: self.inner(x if mask.all() else x[: mask.sum().item()]), inner=model)
+    example = (torch.randn(2, 8), torch.ones(2, dtype=torch.bool))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+    asks.inner[1].register_parameter("more", nn.Parameter(torch.randn(1)))
+    assert roles(asks, example) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+
+
+def test_a_list_with_gaps_and_complex_weights() -> None:
+    """Gaps are what torch allows; AdamW steps both parts of a complex number, and the optimizer can be made."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for norm, layer, after in self.layers:
+            x = layer(norm(x))
+            assert after is None
+        spectrum = torch.einsum("bi,io->bo", torch.fft.rfft(F.relu(x))[:, :8], self.weights)
+        out: Tensor = self.out(torch.fft.irfft(spectrum, n=16))
+        return out
+
+    layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(n), nn.Linear(n, 16), None]) for n in (8, 16))  # type: ignore[list-item]
+    weights = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+    model = Calls(forward, layers=layers, weights=weights, out=nn.Linear(16, 3))
+    example = (torch.randn(2, 8),)
+    found = roles(model, example)
+    assert found == {"layers.0.1.weight": INPUT, "layers.1.1.weight": "whole", "weights": ADAMW, "out.weight": HEAD}
+    optimizer = mm.from_model(model, example=example)
+    before = weights.detach().clone()
+    model(*example).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(weights, before)
+
+
+def test_wrappers_are_looked_into() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    assert roles(torch.compile(model), (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
+
+
+def by_head_size(self: Any, x: Tensor) -> Tensor:
+    """Reads the number of heads off the weight's output, which is a shard of it under tensor parallelism."""
+    q, k, v = self.fused(x).unflatten(-1, (3, -1, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    out: Tensor = self.proj(attention(q, k, v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate())}
+    plan["out"] = ColwiseParallel(output_layouts=Replicate())
+    for i in range(2):
+        plan |= {f"blocks.{i}.fused": ColwiseParallel(), f"blocks.{i}.proj": RowwiseParallel()}
+    return parallelize_module(model, mesh["tensor"], plan)
+
+
+def both_ways(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return sharded(tensor_parallel(model, mesh), mesh)
+
+
+def replicas_of_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], tuple[int, int], Any]] = {
+    "replicated": (replicated, (2, 1), ("rows", 16, 16, 16)),
+    "sharded": (sharded, (2, 1), ("rows", 16, 16, 16)),
+    "replicas of shards": (replicas_of_shards, (1, 2), ("rows", 16, 16, 16)),
+    # Each rank cuts its own rows into three: eight rows of q, eight of k and eight of v, then those of the next rank.
+    "tensor parallel": (tensor_parallel, (1, 2), ("interleaved", 3, 0, 8)),
+    "both": (both_ways, (1, 2), ("interleaved", 3, 0, 8)),
+}
+
+
+def _roles_of_ranks(way: str) -> tuple[Any, list[str], list[str], bool]:
+    """The roles of a model before it is distributed, what the first step says of them then, and errors of examples."""
+    distribute, sizes, _ = WAYS[way]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    model = cut_of(48, by_head_size)
+    groups, found = mm.split_params(model, example=IDS), roles(model, IDS)
+    model = distribute(model, mesh)
+    errors = []
+    for example in (IDS, lambda: model(*IDS).sum()):
+        try:
+            assert roles(model, example) == found
+        except ValueError as error:
+            errors.append(str(error))
+    held = groups.held_by(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = mm.Muon(held, process_group="world" if way == "replicated" else None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(*IDS).square().mean().backward()
+        optimizer.step()
+    moved = not any(torch.equal(before[name], p) for name, p in model.named_parameters() if p.dim() > 1)
+    return found, [told for each in caught if "forward" in (told := str(each.message))], errors, moved
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_distributed_model_has_the_roles_that_it_had_before(way: str, workers: Callable[[int], Pool]) -> None:
+    expected = {"embed.weight": INPUT, "out.weight": HEAD}
+    for i in range(2):
+        expected |= {f"blocks.{i}.fused.weight": ("rows", 16, 16, 16), f"blocks.{i}.proj.weight": "whole"}
+    for found, told, errors, moved in workers(2).run(_roles_of_ranks, way):
+        assert found == expected
+        assert moved
+        if way == "replicated":
+            assert errors == []
+        else:
+            assert len(errors) == 2
+            assert all("found example= for a model that is sharded: this process has a part of" in e for e in errors)
+            assert all("groups.held_by(model)" in e for e in errors)
+        if WAYS[way][2] == ("rows", 16, 16, 16):
+            assert told == []
+        else:  # each rank cuts its own rows, as only the distributed model shows
+            assert len(told) == 1
+            assert '"matrices": ("interleaved", 3, 0, 8)' in told[0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.a(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=reentrant)
+        out: Tensor = self.b(x)
+        return out
+
+    blocks = nn.ModuleList(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)) for _ in range(2))
+    found = roles(Calls(forward, a=nn.Linear(8, 16), blocks=blocks, b=nn.Linear(16, 3)), (torch.randn(2, 8),))
+    assert found == {"a.weight": INPUT, "blocks.0.1.weight": "whole", "blocks.1.1.weight": "whole", "b.weight": HEAD}
+
+
+@pytest.mark.parametrize(
+    ("example", "error", "message"),
+    [
+        ("text", TypeError, "example= of type str"),
+        ((torch.randn(2, 7),), ValueError, "model's forward raises RuntimeError: (addmm: )?mat1 and mat2 shapes"),
+        ({"y": torch.randn(2, 8)}, ValueError, "forward raises TypeError"),
+        (lambda: torch.zeros(()), ValueError, "no tensor that depends on a weight"),
+    ],
+)
+def test_wrong_examples(example: Any, error: type[Exception], message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    with pytest.raises(error, match=message):
+        mm.split_params(model, example=example)
+    assert not model._forward_pre_hooks
+
+
+def test_from_model_takes_an_example_and_explains_it() -> None:
+    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 4), other=nn.Linear(32, 1))
+    optimizer = mm.from_model(model, example=(torch.randn(5, 8),))
+    assert "in a forward, no other layer reads what it makes" in str(optimizer.explain())
+    assert "in a forward, it reads the model's inputs" in str(optimizer.explain())
+
+
+def grows(model: Any, x: Tensor) -> Tensor:
+    model.cache.data = torch.cat([model.cache, x.detach()])
+    return model.b(model.a(x).relu())
+
+
+def with_buffer(buffer: Tensor, forward: Any) -> nn.Module:
+    model = Calls(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    model.register_buffer("cache", buffer)
+    model.a.weight.requires_grad_(False)
+    model.b.weight.grad = torch.ones(8, 8)
+    return model
+
+
+def inference_buffer() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "forward"),
+    [
+        (lambda: torch.zeros(0, 8), grows),
+        (lambda: torch.ones(1).expand(8), lambda model, x: model.b(model.a(x).relu() * model.cache)),
+        (inference_buffer, lambda model, x: model.b(model.a(x).relu())),
+    ],
+    ids=["grows", "expanded", "inference"],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_left_as_it_was_whatever_its_buffers_are(
+    buffer: Callable[[], Tensor], forward: Callable[..., Any], fails: bool
+) -> None:
+    model = with_buffer(buffer(), forward)
+    before, gradient = model.cache.clone(), model.b.weight.grad
+
+    def loss() -> Tensor:
+        found: Tensor = model(torch.randn(2, 8)).sum()
+        found.backward()
+        model.zero_grad()
+        if fails:
+            raise ArithmeticError("none of yours")
+        found = model(torch.randn(2, 8)).sum()
+        found.backward(retain_graph=True)
+        return found
+
+    if fails:
+        with pytest.raises(ValueError, match="forward raises ArithmeticError: none of yours"):
+            mm.split_params(model, example=loss)
+    else:
+        mm.split_params(model, example=loss)
+    assert torch.equal(model.cache, before)
+    assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
+    assert model.a.weight.grad is None
+    assert model.b.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(8, 8))
+
+
+def test_an_example_and_outputs_may_be_anything() -> None:
+    """Numbers that a forward writes in place, on the model itself; outputs that refer to themselves."""
+
+    def forward(model: Any, numbers: Tensor, x: Tensor) -> Any:
+        numbers.add_(1)
+        found: dict[str, Any] = {"loss": model.b(model.a(x) * float(numbers.sum().item()))}
+        found["self"] = found
+        return found
+
+    model, numbers = Calls(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 3)), torch.zeros(3, dtype=torch.int64)
+    mm.split_params(model, example=(numbers, torch.randn(2, 8)))
+    assert not numbers.any()
+
+
+def test_a_lazy_model_is_told_so_with_an_example_too() -> None:
+    with pytest.raises(ValueError, match="a parameter of the lazy module LazyLinear"):
+        mm.split_params(nn.Sequential(nn.LazyLinear(4)), example=(torch.randn(2, 8),))

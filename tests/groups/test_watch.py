@@ -1,0 +1,504 @@
+"""The first training forward is watched: a step with a contradicted guess raises on every rank and changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import io
+import pickle
+import re
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import muonmesh as mm
+from muonmesh.errors import LayoutError, PlanError
+from tests.support.workers import Pool
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.mixed, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.mixed(self.norm(x))
+        return x + self.out(F.scaled_dot_product_attention(mixed[..., :16], mixed[..., 16:32], mixed[..., 32:]))
+
+
+class TwoHeads(nn.Module):
+    """A policy and a value on blocks: the value is registered last, so only it is guessed to be an output layer."""
+
+    def __init__(self, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.actions, self.worth = nn.Linear(16, 4), nn.Linear(16, 1)
+        self.checkpoints = checkpoints
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+        x = x.mean(1)
+        return self.actions(x), self.worth(x)
+
+
+IDS = torch.arange(10).view(2, 5) % 9
+
+
+def loss(outputs: Any) -> Tensor:
+    some = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.stack([each.square().mean() for each in some]).sum()
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    """One step."""
+    optimizer.zero_grad()
+    loss(model(*(args or (IDS,)))).backward()
+    optimizer.step()
+
+
+def halves(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The split of each matrix of Muon, or "adamw"."""
+    return {
+        name: group["matrices"][i] if group["algorithm"] == "muon" else "adamw"
+        for group in optimizer.param_groups
+        for i, name in enumerate(group["param_names"])
+    }
+
+
+def reasons(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {n: r for g in optimizer.param_groups for n, r in zip(g["param_names"], g["reasons"], strict=True)}
+
+
+SPLIT = {r"blocks\.\d\.mixed\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
+
+
+def offered(message: str) -> list[dict[str, Any]]:
+    """The values of ``overrides=`` in a message."""
+    return [ast.literal_eval(text) for text in re.findall(r"overrides=(\{.*?\})(?=,? or |\.? to |$)", message)]
+
+
+@pytest.mark.parametrize("line", [0, 1])
+def test_a_wrong_half_is_an_error_before_anything_is_written_with_the_lines_to_write(line: int) -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    assert halves(optimizer)["actions.weight"] == "whole"
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):  # it does not go away
+        with pytest.raises(LayoutError, match=r"^actions\.weight: .*no other layer reads what it makes") as caught:
+            trained(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(optimizer.state.values())
+    pasted = offered(str(caught.value))
+    assert pasted == [{"actions.weight": "adamw"}, {"actions.weight": "muon"}]
+    optimizer = mm.from_model(model, overrides=SPLIT | pasted[line])
+    trained(model, optimizer)
+    assert halves(optimizer)["actions.weight"] == ("adamw", "whole")[line]
+    assert not torch.equal(model.actions.weight, before["actions.weight"])
+
+
+@pytest.mark.parametrize("line", [0, 1])
+def test_another_split_is_a_warning_with_the_lines_to_write(line: int) -> None:
+    heads = {"actions.weight": "adamw"}
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides=heads)
+    with pytest.warns(
+        UserWarning, match=r"^blocks\.0\.mixed\.weight: .*blocks\.\*\.mixed\.weight is split as"
+    ) as caught:
+        trained(model, optimizer)
+    assert len(caught) == 1
+    pasted = offered(str(caught[0].message))
+    optimizer = mm.from_model(model, overrides=heads | pasted[line])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer)
+    assert halves(optimizer)["blocks.1.mixed.weight"] == (("rows", 16, 16, 16), "whole")[line]
+
+
+def test_what_is_confirmed_is_no_guess_any_more_and_neither_warns() -> None:
+    model = TwoHeads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = mm.split_params(model, overrides={**SPLIT, "actions.weight": "adamw"})
+        assert "blocks.1.out.weight" in groups.guesses
+        assert "a guess" in str(groups)
+        optimizer = mm.Muon(groups)
+        assert reasons(optimizer)["blocks.1.out.weight"] == "linear; a guess"
+        trained(model, optimizer)
+    assert "a guess" not in str(groups)
+    assert "a guess" not in str(optimizer.explain())
+    assert reasons(optimizer)["worth.weight"] == "output layer: in a forward, no other layer reads what it makes"
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_nothing_stays_after_the_first_forward_or_without_an_optimizer() -> None:
+    model = TwoHeads()
+    groups = mm.split_params(model)
+    assert not untouched(model)
+    outputs = model(IDS)
+    assert untouched(model)
+    node = weakref.ref(outputs[0])
+    del outputs
+    assert node() is None  # no graph and no tensor is held
+    del groups
+    groups = mm.split_params(model)
+    del groups
+    assert untouched(model)
+    for plain in (mm.split_params(model, watch=False), mm.split_params(model, example=(IDS,))):
+        assert untouched(model)
+        assert plain.watch is None
+
+
+def test_no_cycle_keeps_model_groups_or_optimizer_alive() -> None:
+    model = TwoHeads()
+    groups = mm.split_params(model)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = weakref.ref(model), weakref.ref(groups.watch)  # type: ignore[arg-type]
+        model(IDS)
+        del model
+        for group in groups:
+            group["params"].clear()
+        assert kept[0]() is None
+        del group, groups
+        assert kept[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_is_gone_before_the_step_is_not_compared() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model)
+    loss(model(IDS)).backward()
+    del model
+    optimizer.step()
+
+
+def test_a_single_layer_is_no_model() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, torch.randn(3, 8))
+    assert halves(optimizer)["weight"] == "whole"
+
+
+def test_a_model_that_may_be_a_block_is_none_that_the_forward_contradicts() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, torch.randn(3, 8))
+    assert halves(optimizer)["2.weight"] == "whole"
+
+
+def test_switched_off() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, watch=False)
+    trained(model, optimizer)
+    assert reasons(optimizer)["actions.weight"] == "linear; a guess"
+
+
+# --- what is not read, or not compared -------------------------------------------------------------------------------
+
+
+def test_forwards_without_gradients_and_in_evaluation_mode_are_not_read() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    with torch.no_grad():
+        model(IDS)
+    loss(model.eval()(IDS)).backward()
+    assert not untouched(model)
+    optimizer.step()  # nothing was seen, so the guess stays
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model.train(), optimizer)
+
+
+def test_a_forward_that_raises_is_followed_by_one_that_is_read() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    with pytest.raises(IndexError):
+        model(IDS + 99)
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model, optimizer)
+
+
+def test_an_optimizer_made_after_the_forward_reads_the_next() -> None:
+    model = TwoHeads()
+    outputs = model(IDS)
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    loss(outputs).backward()
+    optimizer.step()
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model, optimizer)
+
+
+def test_a_step_that_only_creates_state_may_come_first() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.state
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model, optimizer)
+
+
+def test_several_forwards_before_a_step() -> None:
+    model = TwoHeads()
+    optimizer = mm.from_model(model, overrides={**SPLIT, "actions.weight": "adamw"})
+    for _ in range(3):
+        loss(model(IDS)).backward()
+    optimizer.step()
+    assert "a guess" not in str(optimizer.explain())
+
+
+class Phases(nn.Module):
+    """The second phase reads what the first does not: of its output layer the first forward shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.second, self.first = nn.Linear(16, 5), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, second: bool = False) -> Tensor:
+        out: Tensor = (self.second if second else self.first)(F.relu(self.body(x)))
+        return out
+
+
+def test_what_the_first_forward_did_not_use_is_not_contradicted() -> None:
+    model, x = Phases(), torch.randn(4, 8)
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, x)
+    trained(model, optimizer, x, True)
+    assert reasons(optimizer)["second.weight"].endswith("a guess")
+    assert not reasons(optimizer)["first.weight"].endswith("a guess")
+
+
+class Aside(nn.Module):
+    """Its pooled output is in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.Linear(16, 16)
+        self.model = TwoHeads()
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.model.embed(ids)
+        return self.model(ids), self.pool(x.mean(1))
+
+
+def test_an_auxiliary_output_without_a_loss_is_not_compared() -> None:
+    model = Aside()
+    optimizer = mm.from_model(model, overrides={**SPLIT, "model.actions.weight": "adamw"})
+    loss(model(IDS)[0]).backward()
+    optimizer.step()
+    assert reasons(optimizer)["pool.weight"].endswith("a guess")
+
+
+def test_frozen_layers_and_a_teacher_without_gradients() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = TwoHeads().requires_grad_(False)
+            self.student = TwoHeads()
+            self.student.blocks[0].requires_grad_(False)
+            self.student.embed.requires_grad_(False)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                known = self.teacher(ids)
+            found = self.student(ids)
+            return torch.stack([F.mse_loss(a, b) for a, b in zip(found, known, strict=True)]).sum()
+
+    model = Taught()
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    with pytest.raises(LayoutError, match=r"overrides=\{r\"student\.actions\.weight\": \"adamw\"\}"):
+        trained(model, optimizer)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    model = TwoHeads(reentrant)
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    with pytest.raises(LayoutError, match=r"^actions\.weight"):
+        trained(model, optimizer)
+    assert not model.blocks[0].out.weight.isnan().any()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_are_not_read_and_compile_as_they_would(when: str) -> None:
+    count: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        count.append(len(inputs))
+        return graph.forward
+
+    plain = TwoHeads()
+    compiled: Any = torch.compile(plain, backend=backend, fullgraph=True)
+    optimizer = mm.from_model(compiled if when == "before" else plain, overrides=SPLIT)
+    for _ in range(3):
+        trained(compiled, optimizer)
+    assert len(count) == 1
+    assert reasons(optimizer)["actions.weight"] == "linear; a guess"
+
+
+def test_a_compiled_block_shows_nothing_of_its_weights() -> None:
+    model = TwoHeads()
+    model.blocks[0].compile(backend="aot_eager")
+    optimizer = mm.from_model(model, overrides={"actions.weight": "adamw"})
+    with pytest.warns(UserWarning, match=r"^blocks\.1\.mixed\.weight: .* blocks\.1\.mixed\.weight is split"):
+        trained(model, optimizer)
+    assert reasons(optimizer)["blocks.0.mixed.weight"].endswith("a guess")
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_model_groups_and_optimizer_work_and_watch_nothing() -> None:
+    model = TwoHeads()
+    groups = mm.split_params(model, overrides=SPLIT)
+    optimizer = mm.Muon(groups)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twins.append(torch.load(buffer, weights_only=False))
+    for twin in twins:
+        assert torch.equal(twin(IDS)[0], model.eval()(IDS)[0])
+        assert untouched(twin)
+    for other in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
+        assert other.watch is None
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied._runtime.watch is None
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model.train(), optimizer)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _contradicted(how: str) -> tuple[str, bool, bool]:
+    model = TwoHeads()
+    if how == "ddp":
+        torch.manual_seed(torch.distributed.get_rank())
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    optimizer = mm.from_model(wrapped, overrides=SPLIT)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        trained(wrapped, optimizer, IDS)
+    except LayoutError as error:
+        told = str(error)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
+    optimizer = mm.from_model(wrapped, overrides={"actions.weight": "adamw"})
+    with pytest.warns(UserWarning, match=r'"rows", 16, 16, 16'):
+        trained(wrapped, optimizer, IDS)
+    return told, same, reasons(optimizer)["blocks.1.out.weight"] == "linear"
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_replicated_and_sharded_models(how: str, workers: Callable[[int], Pool]) -> None:
+    for told, same, confirmed in workers(2).run(_contradicted, how):
+        assert told.startswith("actions.weight: The first training forward contradicts")
+        assert same
+        assert confirmed
+
+
+def _contradicted_on_one() -> tuple[str, str]:
+    model = TwoHeads()
+    rank = torch.distributed.get_rank()
+    optimizer = mm.from_model(nn.parallel.DistributedDataParallel(model), overrides=SPLIT, watch=rank == 1)
+    try:
+        trained(model, optimizer, IDS)
+    except (LayoutError, PlanError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_contradiction_on_one_rank_raises_on_all(workers: Callable[[int], Pool]) -> None:
+    first, second = workers(2).run(_contradicted_on_one)
+    assert second[0] == "LayoutError"
+    assert "actions.weight: The first training forward contradicts" in first[1]
+
+
+class Stage(nn.Module):
+    """A part of a pipeline: what its last layer makes is read by another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.mix, self.inner = nn.Linear(12, 20), nn.Linear(24, 16), nn.Linear(20, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mix(F.relu(self.inner(F.relu(self.reads(x)))))
+        return out
+
+
+def _stage() -> dict[str, Any]:
+    model = Stage()
+    optimizer = mm.from_model(model, overrides={"inner.weight": "muon"}, process_group="local")
+    trained(model, optimizer, torch.randn(3, 12, requires_grad=True))
+    return halves(optimizer)
+
+
+def test_the_last_layer_of_a_stage_may_be_read_by_another(workers: Callable[[int], Pool]) -> None:
+    for found in workers(2).run(_stage):
+        assert found["mix.weight"] == "whole"
+    with pytest.raises(LayoutError, match=r"^mix\.weight"):  # in one process there is no other stage
+        _stage()
+
+
+def test_a_part_of_a_model_is_compared_with_the_roles_of_the_whole() -> None:
+    """Its last layer is read by other parts, whether or not they are in other processes."""
+    whole = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 32), nn.GLU(), nn.Linear(16, 5))
+    x, first, more = torch.randn(3, 12), whole[:3], whole[:4]
+    optimizer = mm.Muon(mm.split_params(whole).held_by(first))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(first, optimizer, x)
+    assert halves(optimizer) == {"0.weight": "whole", "2.weight": "whole", "0.bias": "adamw", "2.bias": "adamw"}
+    with pytest.warns(UserWarning, match=r'^2\.weight: .*"matrices": \("rows", 16, 16\)'):
+        trained(more, mm.Muon(mm.split_params(whole).held_by(more)), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(more, mm.Muon(mm.split_params(whole, example=(x,)).held_by(more)), x)
+    assert mm.split_params(whole, watch=False).held_by(whole).watch is None
+
+
+class Scaled(torch.autograd.Function):
+    """A function that hides from the graph what reads a weight's output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_what_training_hides_does_not_contradict_what_an_example_showed(hides: bool) -> None:
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 32), nn.GLU(), nn.Linear(16, 5))
+    x, split = torch.randn(3, 12), ("rows", 16, 16)
+    groups = mm.split_params(model, example=(x,))
+    model[2].register_forward_hook(lambda module, args, output: Scaled.apply(output) if hides else output * 2)
+    optimizer = mm.Muon(groups.held_by(model))
+    assert halves(optimizer)["2.weight"] == split
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, x)
+    assert halves(optimizer)["2.weight"] == split

@@ -1,0 +1,178 @@
+"""QK-clip: the same weights whatever shards them, given the same logits on some rank."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import scaled_dot_product_attention
+
+import muonmesh as mm
+from tests.support import models, problem
+from tests.support.meshes import mesh_of
+
+MODULES = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+
+
+def logits(layer: int, rank: int) -> Tensor:
+    """Of eight heads; each rank has seen other data, so the largest of a head is somewhere."""
+    return torch.rand(8, generator=torch.Generator().manual_seed(10 * layer + rank)) * 200
+
+
+def own(largest: Tensor, layout: str) -> Tensor:
+    """What this rank computes of these: under tensor parallelism its own heads."""
+    ranks = {"tp": 4, "fsdp x tp": 2}.get(layout, 1)
+    return largest.chunk(ranks)[dist.get_rank() % ranks]
+
+
+def clipped(layout: str) -> list[str]:
+    held, alone = models.hold("llama", layout), models.build("llama")
+    world = dist.get_world_size()
+    results = []
+    for model, group in ((held.model, held.process_group), (alone, "local")):
+        optimizer = mm.from_model(model, lr=0.01, process_group=group)
+        clip = mm.QKClip(model, threshold=100.0, optimizer=optimizer)
+        for step in range(2):
+            gradients = torch.Generator().manual_seed(step)
+            for _, p in sorted(model.named_parameters()):
+                p.grad = problem.placed_like(p, torch.randn(p.shape, generator=gradients))
+            for layer in range(2):
+                if model is alone:  # has seen all
+                    every = torch.stack([logits(layer, seen(layout, rank, world)) for rank in range(world)])
+                    clip.record(alone.get_submodule(MODULES[layer]), every.amax(0))
+                else:
+                    mine = own(logits(layer, seen(layout, dist.get_rank(), world)), layout)
+                    clip.record(model.get_submodule(MODULES[layer]), mine)
+            optimizer.step()
+        results.append({name: problem.whole(p) for name, p in model.named_parameters()})
+        results[-1] |= {f"{name} noted": largest for name, largest in clip.largest.items()}
+    return problem.differing(*results)
+
+
+def with_nan(bad: float) -> tuple[bool, list[float]]:
+    """Rank 1 has seen a logit that is no number; rank 0 one that is too large. Whether a weight changed, and all S."""
+    model = models.build("llama")
+    clip = mm.QKClip(model, threshold=1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    largest = torch.full((8,), bad if dist.get_rank() else 50.0)
+    for name in MODULES:
+        clip.record(model.get_submodule(name), largest)
+    clip.step()
+    changed = any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return changed, clip.largest[MODULES[0]].tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_logit_that_is_no_number_is_seen_by_all_ranks(workers, bad: float) -> None:
+    assert workers(2).run(with_nan, bad) == [(False, [float("inf")] * 8)] * 2
+
+
+def seen(layout: str, rank: int, world: int) -> int:
+    """Which data a rank has: those of one tensor-parallel group have the same."""
+    return {"tp": 0, "fsdp x tp": rank // 2}.get(layout, rank)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp x tp", pytest.param("hsdp", marks=pytest.mark.soak)])
+def test_weights_are_clipped_bit_for_bit(workers, layout: str) -> None:
+    assert workers(4).run(clipped, layout) == [[]] * 4
+
+
+def forward(layout: str) -> list[float]:
+    """How far the logits noted in a real forward pass are from those of one process, relative to the largest."""
+    held, alone = models.hold("llama", layout), models.build("llama")
+    found = []
+    for model in (held.model, alone):
+        clip = mm.QKClip(model.train())
+        batch = models.tokens(0, 4, 6)
+        model(input_ids=batch if model is alone else held.own(batch), use_cache=False)
+        if model is held.model:
+            clip.step()
+            found.append(clip.largest)
+        else:
+            found.append({name: clip._largest.view(2, 8)[layer] for layer, name in enumerate(MODULES)})
+    return [float((found[0][name] - found[1][name]).abs().max() / found[1][name].abs().max()) for name in MODULES]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp x tp"])
+def test_the_largest_logit_of_all_ranks_is_noted(workers, layout: str) -> None:
+    """Of every rank's data and heads; products of other shapes round otherwise."""
+    for distances in workers(4).run(forward, layout):
+        assert max(distances) < 1e-5
+
+
+def parts_of_a_sequence() -> tuple[list[float], list[float]]:
+    """Each rank has a quarter of the queries and all keys, as under context parallelism; what is noted, and fp64."""
+    model = models.build("llama")
+    module = model.get_submodule(MODULES[0])
+    clip = mm.QKClip(model)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 8, 32, 8, generator=generator) * 4 for _ in range(3))
+    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    causal = torch.ones(32, 32, dtype=torch.bool).tril()
+    with clip.watching(module):
+        scaled_dot_product_attention(q[:, :, own], k, v, attn_mask=causal[own])
+    clip.step()
+    logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * 8**-0.5
+    return clip.largest[MODULES[0]].tolist(), logits.masked_fill(~causal, -torch.inf).amax((0, 2, 3)).tolist()
+
+
+def test_ranks_that_hold_parts_of_a_sequence_bound_it_together(workers) -> None:
+    found = workers(4).run(parts_of_a_sequence)
+    assert all(bounds == found[0][0] for bounds, _ in found)
+    for bound, largest in zip(*found[0], strict=True):
+        assert largest * (1 - 1e-6) <= bound <= largest + math.log(32)
+
+
+class FusedAttention(nn.Module):
+    """Attention whose one weight makes queries, keys and values, as only a forward shows."""
+
+    num_heads, head_dim = 2, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).mT for part in self.qkv(x).chunk(3, -1))
+        return scaled_dot_product_attention(q, k, v).mT.flatten(-2)
+
+
+def clipped_once(order: str) -> tuple[list[Tensor], str]:
+    """Weights after one step and its clip, where the model is sharded before or after the clip, and an example's error.
+
+    "after" and "alone": the clip has the example. "before": its optimizer has groups that were made with the example.
+    """
+    torch.manual_seed(0)
+    model, example = nn.Sequential(nn.Linear(8, 8), FusedAttention(), nn.Linear(8, 3)), (torch.randn(2, 5, 8),)
+    groups, attention, told = mm.split_params(model, example=example), model[1], ""
+    clip = None if order == "before" else mm.QKClip(model, threshold=1.0, example=example)
+    if order != "alone":
+        fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
+        with pytest.raises(ValueError, match="sharded") as caught:
+            mm.QKClip(model, example=example)
+        told = str(caught.value)
+    optimizer = mm.Muon(groups.held_by(model), process_group="local" if order == "alone" else None)
+    if clip is None:
+        clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
+    for p in model.parameters():
+        value = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        p.grad = problem.placed_like(p, value)
+    clip.record(attention, torch.tensor([4.0, 0.5]))
+    optimizer.step()
+    if order != "before":
+        clip.step()
+    return [problem.whole(p) for p in model.parameters()], told
+
+
+def test_a_clip_with_an_example_is_made_before_the_model_is_sharded(workers) -> None:
+    pool = workers(2)
+    alone = pool.run(clipped_once, "alone")
+    for order in ("after", "before"):
+        for (expected, _), (weights, told) in zip(alone, pool.run(clipped_once, order), strict=True):
+            assert all(map(torch.equal, weights, expected)), order
+            assert told.startswith("QKClip: found example= for a model that is sharded"), told
+            assert "Make the QKClip before the model is sharded" in told

@@ -1,0 +1,121 @@
+"""Transformer Engine's attributes, class by class: each rank's shard is what its declared layout says it holds.
+
+It cannot be imported without CUDA, so what its modules write on their parameters is restated here, from
+``reset_parameters`` of transformer_engine/pytorch/module/{linear,layernorm_linear,layernorm_mlp,grouped_linear}.py
+(github.com/NVIDIA/TransformerEngine, commit 0004dbd for the first and third): every weight is called sharded, also
+with ``parallel_mode=None``, and of one piece, also gate and up; the bias of a row-parallel layer has
+``sequence_parallel`` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from muonmesh.comm.placing import placements_of
+from muonmesh.integrations.megatron import declared_layouts
+from muonmesh.layout import MeshLayout
+from tests.support.stamps import shard, stamped
+
+
+def parallel(dim: int, stride: int = 1) -> dict[str, Any]:
+    """What its ``set_tensor_model_parallel_attributes(tensor, True, dim, stride)`` sets."""
+    return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+
+
+SEQUENCE = {"sequence_parallel": True}
+NOTHING: dict[str, Any] = {}
+Weights = dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]]
+"""For each parameter its whole shape, the dim that is cut, the pieces of a shard, and what is written on it."""
+
+# One entry a class and mode; placements are what a user must correct because the attributes do not say it.
+CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
+    "Linear, column": ({"weight": ((8, 4), 0, 1, parallel(0)), "bias": ((8,), 0, 1, parallel(0))}, {}),
+    "Linear, row": ({"weight": ((4, 8), 1, 1, parallel(1)), "bias": ((4,), None, 1, SEQUENCE)}, {}),
+    "Linear, whole": (
+        {"weight": ((8, 4), None, 1, parallel(0)), "bias": ((8,), None, 1, NOTHING)},
+        {"weight": Replicate()},
+    ),
+    "LayerNormLinear": (
+        {
+            "layer_norm_weight": ((4,), None, 1, SEQUENCE),
+            "layer_norm_bias": ((4,), None, 1, SEQUENCE),
+            "weight": ((8, 4), 0, 1, parallel(0)),
+            "bias": ((8,), 0, 1, parallel(0)),
+        },
+        {},
+    ),
+    "LayerNormMLP": (
+        {
+            "layer_norm_weight": ((4,), None, 1, SEQUENCE),
+            "fc1_weight": ((8, 4), 0, 1, parallel(0)),
+            "fc1_bias": ((8,), 0, 1, parallel(0)),
+            "fc2_weight": ((4, 8), 1, 1, parallel(1)),
+            "fc2_bias": ((4,), None, 1, SEQUENCE),
+        },
+        {},
+    ),
+    "LayerNormMLP, gated": (
+        {
+            "layer_norm_weight": ((4,), None, 1, SEQUENCE),
+            "fc1_weight": ((16, 4), 0, 2, parallel(0)),
+            "fc2_weight": ((4, 8), 1, 1, parallel(1)),
+        },
+        {"fc1_weight": _StridedShard(0, split_factor=2)},
+    ),
+    "GroupedLinear, column": (
+        {f"weight{i}": ((8, 4), 0, 1, parallel(0)) for i in range(3)}
+        | {f"bias{i}": ((8,), 0, 1, parallel(0)) for i in range(3)},
+        {},
+    ),
+    "GroupedLinear, row": (
+        {f"weight{i}": ((4, 8), 1, 1, parallel(1)) for i in range(3)}
+        | {f"bias{i}": ((4,), None, 1, SEQUENCE) for i in range(3)},
+        {},
+    ),
+    # Megatron-Core then overwrites the stride, of TELayerNormColumnParallelLinear and TEColumnParallelLinear, and
+    # ``allreduce`` (megatron/core/extensions/transformer_engine.py of 0.16.1).
+    "Megatron's column-parallel layer, gated": (
+        {
+            "layer_norm_weight": ((4,), None, 1, SEQUENCE | {"allreduce": True}),
+            "weight": ((16, 4), 0, 2, parallel(0, 2) | {"allreduce": True}),
+            "bias": ((16,), 0, 2, parallel(0, 2) | {"allreduce": True}),
+        },
+        {},
+    ),
+}
+
+
+def differing(case: str) -> list[str]:
+    """The parameters that this rank does not hold as their layouts say."""
+    weights, corrected = CLASSES[case]
+    wholes = {
+        name: torch.arange(torch.Size(shape).numel()).reshape(shape).float() for name, (shape, *_) in weights.items()
+    }
+    held = {
+        name: stamped(wholes[name] if dim is None else shard(wholes[name], dim, pieces, dist.get_rank(), 2), attributes)
+        for name, (_, dim, pieces, attributes) in weights.items()
+    }
+    layouts = declared_layouts(held.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
+    layouts |= {name: (layouts[name][0], [placement]) for name, placement in corrected.items()}
+    found = []
+    for name, (mesh, placements) in layouts.items():
+        shape = tuple(wholes[name].shape)
+        layout = MeshLayout(shape, tuple(mesh.mesh.shape), (0, 1), placements_of(name, placements))
+        local = torch.full(layout.local_shape(dist.get_rank()), -1.0)
+        for block in layout.blocks(dist.get_rank()):
+            box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
+            local.as_strided(block.region.shape, block.strides, block.start).copy_(wholes[name][box])
+        if not torch.equal(local, held[name]):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_each_rank_holds_what_the_attributes_say(workers, case: str) -> None:
+    assert workers(2).run(differing, case) == [[], []]

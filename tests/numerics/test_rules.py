@@ -1,0 +1,1110 @@
+"""Rules: what NorMuon and cautious decay compute, against fp64 references; who may become a rule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import muonmesh as mm
+from muonmesh.numerics.coefficients import coefficient_schedule
+from muonmesh.numerics.exact import largest_exponent, limbs_of, total_of
+from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
+from muonmesh.numerics.rules.dynmuon import power_at
+from muonmesh.numerics.rules.normuon import NorMuonRule
+from muonmesh.numerics.scale import StepSize
+from muonmesh.step import muon_step
+from muonmesh.step.parameters import ReadyParameters
+from muonmesh.step.runtime import Driver
+from muonmesh.testing import prove_rule
+from tests.support import reference
+from tests.support.problem import PARAMETERS
+
+STEPS = 4
+COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str]) -> list[tuple[str, float]]:
+    """Step by the package in fp64 and by the oracle; return the largest difference of each parameter."""
+    values = {name: random(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
+    tensors = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    specs = [PARAMETERS[name][1] for name in names]
+    group = {"params": list(tensors.values()), "param_names": names, **settings}
+    if settings.get("algorithm") != "adamw":
+        group["matrices"] = specs
+    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float64, state_dtype=torch.float64, momentum=0.9)
+    state: dict[str, Any] = {}
+    for step in range(STEPS):
+        grads = {name: random(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
+        for name, tensor in tensors.items():
+            tensor.grad = grads[name].clone()
+        optimizer.step()
+        told = {}
+        for name, spec in zip(names, specs, strict=True):
+            told[name] = {"algorithm": "muon", "coefficients": COEFFICIENTS, "matrices": spec, "momentum": 0.9}
+            if settings.get("algorithm") == "adamw":
+                told[name] = {"algorithm": "adamw"}
+            told[name] |= {"lr": 0.02, "weight_decay": 0.1, **options}
+        values, state = reference.reference_step(values, grads, state, told)
+    return [(name, float((tensors[name] - values[name]).abs().max())) for name in names]
+
+
+MATRICES = [name for name, (_, spec) in PARAMETERS.items() if spec != "adamw"]
+
+
+@pytest.mark.parametrize("side", ["rows", "longer"])
+def test_normuon_agrees_with_the_oracle(side: str) -> None:
+    normuon = {"beta2": 0.8, "eps": 1e-6, "longer": side == "longer"}
+    settings = {"algorithm": "normuon", "normuon_side": side, "normuon_beta2": 0.8, "normuon_eps": 1e-6}
+    for name, difference in stepped(settings, {"normuon": normuon}, MATRICES):
+        assert difference < 1e-9, name
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_adamuon_agrees_with_the_oracle(nesterov: bool) -> None:
+    settings = {"algorithm": "adamuon", "adamuon_beta2": 0.8, "adamuon_eps": 1e-6, "nesterov": nesterov}
+    options = {"adamuon": {"beta2": 0.8, "eps": 1e-6}, "nesterov": nesterov}
+    for name, difference in stepped(settings, options, MATRICES):
+        assert difference < 1e-9, name
+
+
+NEW: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True, "extra_scale_factor": 2.0}),
+    *(({"algorithm": "muoneq", "muoneq_sides": sides}, {"muoneq": sides}) for sides in ("rows", "cols", "both")),
+    *(({"algorithm": "muon_plus", "muon_plus_sides": sides}, {"muon_plus": sides}) for sides in ("row", "col_row")),
+    *(({"algorithm": "dynmuon", "dynmuon_power": power}, {"dynmuon": power}) for power in (0.25, -0.25, 0.0)),
+    *(
+        ({"algorithm": name, "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
+        for name, kind in (("scion_sign", "sign"), ("scion_row_norm", "rows"))
+        for layer in ("head", "embedding")
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "options"), NEW, ids=lambda value: "-".join(map(str, value.values())))
+def test_other_rules_agree_with_the_oracle(settings: dict[str, Any], options: dict[str, Any]) -> None:
+    for name, difference in stepped(settings, options, MATRICES):
+        assert difference < 1e-8, name
+
+
+def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
+    def after(side: str, shape: tuple[int, int]) -> Tensor:
+        weight = nn.Parameter(random(*shape).float())
+        optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon", "normuon_side": side}])
+        weight.grad = random(*shape, seed=1).float()
+        optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(after("rows", (12, 8)), after("longer", (12, 8)))
+    assert not torch.equal(after("rows", (8, 12)), after("longer", (8, 12)))
+
+
+def test_cautious_decay_agrees_with_the_oracle() -> None:
+    settings = {"decay_mode": "cautious", "weight_decay": 5.0}
+    for name, difference in stepped(settings, {"cautious": True, "weight_decay": 5.0}, MATRICES):
+        assert difference < 1e-9, name
+
+
+def test_adamw_decays_cautiously_too() -> None:
+    settings = {"algorithm": "adamw", "decay_mode": "cautious", "weight_decay": 5.0}
+    options = {"cautious": True, "weight_decay": 5.0}
+    for name, difference in stepped(settings, options, ["embedding", "norm", "bias"]):
+        assert difference < 1e-9, name
+
+
+def test_cautious_decay_decays_what_the_step_moves_towards_zero() -> None:
+    """The convention: the step is −lr·u, so u and p of one sign move p towards zero, as the decay does."""
+    rule = MuonRule(1.0, 0.5, "cautious", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
+    weights = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0, 0.0, 1e-30, 1e-30])
+    update = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0, 1e-30, -1e-30])
+    expected = torch.where(update * weights.sign() >= 0, weights * 0.5, weights)
+    rule.decay(weights, update)
+    assert torch.equal(weights, expected)
+    assert weights[-2] < weights[-1]  # their products with the update both vanish in fp32
+
+
+@pytest.mark.parametrize("mode", ["full", "cautious"])
+def test_no_decay_is_no_decay(mode: str) -> None:
+    rule = MuonRule(1.0, 0.0, mode, "none", 1.0, "polar_express", 5, "auto", 0.9, True)  # type: ignore[arg-type]
+    weights = random(5).float()
+    before = weights.clone()
+    rule.decay(weights, before)
+    assert torch.equal(weights, before)
+
+
+MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muonmesh.") and name != "adamw"]
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) -> None:
+    results, same = [], RULES[rule].scale_invariant
+    for scale in (1.0, 2.0**-60, 2.0**60):
+        weight = nn.Parameter(random(12, 20).float())
+        optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
+        for step in range(3):
+            weight.grad = random(12, 20, seed=step + 1).float() * scale
+            optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1]) == same
+    assert torch.equal(results[0], results[2]) == same
+    assert same or rule == "dynmuon"
+    assert all(bool(result.isfinite().all()) for result in results)
+
+
+@pytest.mark.parametrize("power", [0.25, -0.25])
+def test_a_step_of_dynmuon_is_as_large_as_a_power_of_the_gradients_scale(power: float) -> None:
+    steps = []
+    for scale in (1.0, 2.0**-40, 2.0**40):
+        weight = nn.Parameter(torch.zeros(12, 20))
+        group = {"params": [weight], "algorithm": "dynmuon", "dynmuon_power": power}
+        optimizer = mm.Muon([group], lr=0.1, compute_dtype=torch.float32)
+        weight.grad = random(12, 20, seed=1).float() * scale
+        optimizer.step()
+        steps.append(weight.detach() * scale**-power)
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(steps[2], steps[0], rtol=1e-5, atol=0)
+
+
+def test_dynmuon_is_its_authors_function() -> None:
+    """`fast_spectral` of the record, in fp64, whose polar factor an SVD gives here; and p as its script sets it."""
+
+    def fast_spectral(g: Tensor, p: float) -> Tensor:
+        x = g.mT if g.shape[0] > g.shape[1] else g
+        scale = x.norm() + 1e-7
+        u, _, vh = torch.linalg.svd(x, full_matrices=False)
+        e = (x / scale) @ (x / scale).mT - torch.eye(x.shape[0], dtype=x.dtype)
+        c = torch.eye(x.shape[0], dtype=x.dtype) + 0.5 * p * e + 0.5 * 0.5 * p * (0.5 * p - 1) * e @ e
+        found = c @ u @ vh * scale**p
+        return found.mT if g.shape[0] > g.shape[1] else found
+
+    for shape in ((9, 14), (14, 9)):
+        expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        weight = nn.Parameter(expected.clone())
+        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "polar_express", "ns_steps": 30}
+        optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
+        for step in range(6):
+            optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)
+            weight.grad = random(*shape, seed=step)
+            optimizer.step()
+            momentum = 0.95 * momentum + weight.grad
+            update = fast_spectral(0.95 * momentum + weight.grad, p) * max(1, shape[0] / shape[1]) ** 0.5
+            expected -= 0.1 * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
+    assert power_at(0.04) == pytest.approx(0.0)
+    assert power_at(1.0) == pytest.approx(-0.25, abs=1e-9)
+    assert power_at(0.0) == pytest.approx(-0.25 + 0.5 / (1 + math.exp(-1)))
+
+
+def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
+    weights = [nn.Parameter(random(6, 8, seed=n).float()) for n in range(2)]
+    optimizer = mm.Muon([{"params": weights, "algorithm": "normuon"}])
+    for weight in weights:
+        weight.grad = random(6, 8, seed=3).float()
+    optimizer.step()
+    before = [optimizer.state[weight]["row_second_moment"].clone() for weight in weights]
+    assert all(bool((moment > 0).all()) for moment in before)
+    assert [tuple(moment.shape) for moment in before] == [(6, 1), (6, 1)]
+    weights[0].grad = torch.zeros(6, 8)
+    optimizer.step()
+    after = [optimizer.state[weight]["row_second_moment"] for weight in weights]
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
+    rule = NorMuonRule(1.0, 0.0, "full", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
+    update = mm.orthogonalize(random(10, 16).float(), dtype=torch.float32)
+    state = {"row_second_moment": torch.zeros(1, 10, 1)}
+    changed = update.clone()
+    parts.change_whole(rule.whole, changed, state, rows=10, cols=16)
+    assert float(changed.norm()) == pytest.approx(float(update.norm()), rel=1e-6)
+    assert not torch.equal(changed, update)
+    rows = changed.norm(dim=1)  # one step without bias correction: all rows at one pace
+    assert float(rows.max() / rows.min()) == pytest.approx(1.0, rel=1e-4)
+    nothing = torch.zeros(10, 16)
+    parts.change_whole(rule.whole, nothing, state, rows=10, cols=16)
+    assert not nothing.any()
+
+
+def hyperball(weight: nn.Parameter, lr: float = 0.1, **settings: Any) -> mm.Muon:
+    group = {"params": [weight], "param_names": ["w"], "matrices": ["whole"], "algorithm": "hyperball", **settings}
+    return mm.Muon([group], lr=lr, weight_decay=0.3)
+
+
+def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> None:
+    """A peer multiplies them by their norm, zero, for ever."""
+    weight, plain = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(8, 12))
+    optimizer, muon = hyperball(weight), mm.Muon([plain], lr=0.1)
+    weight.grad = random(8, 12, seed=1).float()
+    plain.grad = weight.grad.clone()
+    with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": "normuon"}'):
+        optimizer.step()
+    muon.step()
+    assert torch.equal(weight, plain)
+    norm = float(weight.detach().norm())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        for step in range(3):
+            weight.grad = random(8, 12, seed=step + 2).float()
+            optimizer.step()
+    assert not torch.equal(weight, plain)
+    assert float(weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
+    assert float(optimizer.state[weight]["initial_norm"]) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_hyperball_does_not_drift(dtype: torch.dtype) -> None:
+    """Each step of 0.03 lengthens the weights by less than bf16 can say; all of them together would by a tenth."""
+    weight = nn.Parameter(random(12, 20).to(dtype))
+    before = float(weight.detach().float().norm())
+    optimizer = hyperball(weight, lr=0.03, ns_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rounding
+        for step in range(200):
+            weight.grad = random(12, 20, seed=step + 1).to(dtype)
+            optimizer.step()
+    bound = 1e-6 if dtype == torch.float32 else 2e-3
+    assert float(weight.detach().float().norm()) == pytest.approx(before, rel=bound)
+    assert not torch.equal(weight, random(12, 20).to(dtype))
+
+
+def test_a_step_of_hyperball_has_the_length_of_its_rate() -> None:
+    weight = nn.Parameter(random(24, 40).float())
+    before = weight.detach().clone()
+    weight.grad = random(24, 40, seed=1).float()
+    hyperball(weight, lr=0.1).step()
+    # An isosceles triangle: two sides R, and at the angle of the step, whose tangent is 0.1 where it is across.
+    angle = torch.nn.functional.cosine_similarity(before.flatten(), weight.detach().flatten(), dim=0).acos()
+    assert float(angle) == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize("rule", ["scion_sign", "scion_row_norm"])
+def test_scions_steps_have_the_rms_of_the_others(rule: str) -> None:
+    """One learning rate serves them all; rows without a gradient stay, and explain() tells the same."""
+    weight = nn.Parameter(torch.zeros(24, 40))
+    optimizer = mm.Muon([{"params": [weight], "param_names": ["w"], "algorithm": rule}], lr=0.5, weight_decay=0.0)
+    weight.grad = random(24, 40, seed=1).float()
+    weight.grad[5] = 0
+    optimizer.step()
+    assert not weight[5].any()
+    rest = weight.detach()[torch.arange(24) != 5]
+    assert float(rest.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-2)  # bf16
+    assert optimizer.explain().rows[0].rms == pytest.approx(0.1)
+    with pytest.raises(
+        ValueError, match=r"scale_mode: found 'spectral'; needed one of .* for a step that is not orthogonal"
+    ):
+        mm.Muon([{"params": [weight], "algorithm": rule}], scale_mode="spectral")
+
+
+@pytest.mark.parametrize("spec", ["whole", ("rows", 4, 8, 12), ("heads", 4, 1), "flatten"])
+def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> None:
+    """Also as metrics() tells it, and as explain() promises it. Peers take a convolution's size from its kernel."""
+    shape = (24, 8, 5, 1) if spec == "flatten" else (24, 40)
+    weight = nn.Parameter(torch.zeros(shape))
+    group = {"params": [weight], "param_names": ["weight"], "matrices": [spec], "algorithm": "adamuon", "name": "muon"}
+    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0)
+    weight.grad = random(*shape, seed=1).float()
+    optimizer.metrics()
+    for _ in range(2):
+        before = weight.detach().clone()
+        optimizer.step()
+        step = before - weight.detach()
+        for matrix in reference.split(step, spec):
+            assert float(matrix.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-6)
+        assert optimizer.metrics()["muon/update_rms"] == pytest.approx(0.1, rel=1e-6)
+        assert optimizer.explain().rows[0].rms == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["original", "spectral", "unit_rms_norm", "none"])
+def test_adamuon_scales_as_muon_does(mode: Any) -> None:
+    """Its update has the Frobenius norm of an orthogonal matrix before it is scaled, so no mode is ignored."""
+    weight = nn.Parameter(torch.zeros(24, 40))
+    group = {"params": [weight], "algorithm": "adamuon"}
+    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0, scale_mode=mode, extra_scale_factor=3.0)
+    weight.grad = random(24, 40, seed=1).float()
+    optimizer.step()
+    expected = 0.5 * 3.0 * reference.SCALES[mode](24, 40) * 24**0.5
+    assert float(weight.detach().norm()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_adamuon_does_not_hide_a_gradient_that_is_not_finite(bad: float) -> None:
+    """The sign of an infinity, and torch's sign of a NaN, are finite."""
+    weight = nn.Parameter(random(6, 8).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
+    weight.grad = random(6, 8, seed=1).float()
+    weight.grad[2, 3] = bad
+    optimizer.step()
+    assert bool(weight.isnan().all())
+
+
+def test_sums_are_taken_over_masters_where_there_are_any() -> None:
+    """A parameter in bf16 with a master is stepped as the master would be."""
+
+    @dataclass(frozen=True)
+    class Grows(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (weights.double().square(),)
+
+        def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+            weights.sub_(update.mul_(size * sums[0].sqrt()))
+
+    start = random(8, 12).bfloat16()
+    weights = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "grows", Grows)
+        optimizer = mm.Muon([{"params": weights, "algorithm": "grows"}], lr=0.01, master_dtype=torch.float32)
+        for step in range(3):
+            for weight in weights:
+                weight.grad = random(8, 12, seed=step + 1).to(weight.dtype).bfloat16().to(weight.dtype)
+            optimizer.step()
+    assert torch.equal(optimizer.state[weights[0]]["master"], weights[1])
+    assert not torch.equal(weights[0].float(), weights[1])
+
+
+def test_sums_do_not_wait_for_the_device() -> None:
+    """Tensors without data raise where a number of them is asked for, as a GPU's would make the host wait."""
+    group = mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "adamuon"}]).param_groups[0]
+    rule: Any = RULES["adamuon"].of(group)
+    weights, update, second = (torch.zeros(6, 8, device="meta") for _ in range(3))
+    state = {"second_moment": second}
+    ((squares,),) = parts.summands(rule, weights, update, state, scale=1.0)
+    exponents = largest_exponent(squares)[None]
+    limbs = limbs_of(squares, exponents[0], count=48)[None]
+    sums = total_of(limbs, exponents, count=48)
+    assert (exponents.shape, limbs.shape, sums.shape) == ((1,), (1, 2), (1,))
+    active = torch.ones((), dtype=torch.bool, device="meta")
+    parts.apply(rule, weights, update, state, scale=1.0, active=active, sums=sums.unbind())
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(active)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    def after(cached: int, threads: int) -> list[Tensor]:
+        monkeypatch.setattr(parts, "_CACHED", cached)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(5)]
+            optimizer = mm.Muon([{"params": weights, "algorithm": "adamuon"}], lr=0.1)
+            for step in range(2):
+                for number, weight in enumerate(weights):
+                    weight.grad = random(40, 60, seed=10 * step + number).float()
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        return [weight.detach() for weight in weights]
+
+    for found, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Norm(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (update.norm(),)
+
+    monkeypatch.setitem(RULES, "norm", Norm)
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "norm"}])
+    weight.grad = torch.ones(4, 4)
+    with pytest.raises(TypeError, match=r"Norm\.summands: found .*; needed a tuple of tensors of the shape"):
+        optimizer.step()
+
+
+def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
+    weight = nn.Parameter(random(2, 6, 8).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}])
+    weight.grad = random(2, 6, 8, seed=3).float()
+    optimizer.step()
+    before = optimizer.state[weight]["second_moment"].clone()
+    assert before.shape == weight.shape
+    assert bool((before > 0).all())
+    weight.grad = random(2, 6, 8, seed=4).float()
+    weight.grad[0] = 0.0
+    optimizer.step()
+    after = optimizer.state[weight]["second_moment"]
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needed"),
+    [
+        ("normuon_beta2", 1.0, "a number in"),
+        ("normuon_eps", -1.0, "at least 0"),
+        ("normuon_side", "cols", "longer"),
+        ("adamuon_beta2", 1.0, "a number in"),
+        ("adamuon_eps", -1.0, "at least 0"),
+        ("muoneq_sides", "row", "cols"),
+        ("muon_plus_sides", "rows", "col_row"),
+        ("scion_layer", "tied", "embedding"),
+        ("dynmuon_power", "0.25", "from -1 to 1"),
+        ("soap_beta2", 1.0, "a number in"),
+        ("soap_every", 0, "at least 1"),
+    ],
+)
+def test_settings_of_a_rule_are_checked(key: str, value: Any, needed: str) -> None:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    algorithm = next(name for name in RULES if key in RULES[name].settings())
+    with pytest.raises(ValueError, match=f"{key}: found .*; needed .*{needed}"):
+        mm.Muon([{"params": [weight], "algorithm": algorithm, key: value}])
+    with pytest.raises(ValueError, match="which this group does not read"):  # and are refused where nobody reads them
+        mm.Muon([{"params": [weight], "algorithm": "muon", key: value}])
+    with pytest.raises(ValueError, match="'full', 'cautious'"):
+        mm.Muon([{"params": [weight], "decay_mode": "half"}])
+
+
+# ------------------------------------------------------------------ rules of one's own
+
+
+@pytest.mark.parametrize("kind", ["weight", "row", "Momentum", None, 1, "rows×", "rows×0", "rows×row", "rows×rows×1"])
+def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(kind: Any) -> None:
+    """Where the rule is registered; if `keeps` depends on a setting without a default, where a group names the rule."""
+
+    @dataclass(frozen=True)
+    class KeepsSomething(MuonRule):
+        by: Any = kind
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    @dataclass(frozen=True, kw_only=True)
+    class KeepsWhatItIsTold(MuonRule):
+        by: Any
+
+        def keeps(self) -> Any:
+            return {**MuonRule.keeps(self), "something": self.by}
+
+    told = r"KeepsSomething\.keeps: found 'something' kept as .*; needed .*two sizes"
+    with pytest.raises(ValueError, match=told):
+        register_rule("keeps-something")(KeepsSomething)
+    assert "keeps-something" not in RULES
+    register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
+    weight = nn.Parameter(random(6, 8).float())
+    with pytest.raises(ValueError, match=r"group .*KeepsWhatItIsTold\.keeps: found 'something' kept as"):
+        mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": kind}])
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": "rows"}])
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    assert optimizer.state[weight]["something"].shape == (6, 1)
+    optimizer.param_groups[0]["by"] = kind
+    with pytest.raises(ValueError, match=r"KeepsWhatItIsTold\.keeps"):
+        optimizer.step()
+    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+    del RULES["keeps-what-it-is-told"]
+
+
+def test_a_rule_says_its_name_once() -> None:
+    with pytest.raises(ValueError, match="a rule of muonmesh"):
+        register_rule("muon")(MuonRule)
+
+    class Bare(MuonRule):
+        pass
+
+    with pytest.raises(TypeError, match="needed a dataclass"):
+        register_rule("bare")(Bare)
+
+    @dataclass(frozen=True)
+    class NothingMadeOfSums(MuonRule):
+        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+            return (update,)
+
+    with pytest.raises(TypeError, match="found summands of NothingMadeOfSums without apply;"):
+        register_rule("nothing-made")(NothingMadeOfSums)
+
+    @dataclass(frozen=True)
+    class NoStep(mm.ElementwiseRule):
+        pass
+
+    told = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
+    with pytest.raises(TypeError, match=told):
+        register_rule("no-step")(NoStep)
+
+    @dataclass(frozen=True)
+    class Misspelt(mm.MuonRule):
+        def wole(self, update: Tensor, state: Any) -> Tensor:
+            return update
+
+    with pytest.raises(TypeError, match=r"found Misspelt.wole; needed a part that a step calls, such as 'whole'"):
+        register_rule("misspelt")(Misspelt)
+    with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
+        mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
+
+
+def test_overrides_give_rules_to_the_other_half() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9))
+    overrides = {"0.weight": {"algorithm": "scion_row_norm", "scion_layer": "embedding"}, "2.weight": "scion_sign"}
+    optimizer = mm.from_model(model, rule="hyperball", overrides=overrides)
+    found = {n: g["algorithm"] for g in optimizer.param_groups for n in g["param_names"] if n.endswith("weight")}
+    assert found == {"1.weight": "hyperball", "0.weight": "scion_row_norm", "2.weight": "scion_sign"}
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.arange(9)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    with pytest.raises(ValueError, match=r"overrides\['2.weight'\]: found the algorithm 'scion'; needed .*scion_sign"):
+        mm.split_params(model, overrides={"2.weight": "scion"})
+
+
+def test_a_rule_without_parts_orthogonalizes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Plain(Rule):
+        pass
+
+    monkeypatch.setitem(RULES, "plain", Plain)
+    weight = nn.Parameter(random(6, 9).float())
+    start, gradient = weight.detach().clone(), random(6, 9, seed=1).float()
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "plain"}], lr=0.5, scale_mode="none", weight_decay=0.0)
+    weight.grad = gradient.clone()
+    optimizer.step()
+    update = mm.orthogonalize(gradient.bfloat16(), dtype=torch.bfloat16).float()
+    assert torch.equal(weight, start - update * 0.5)
+    assert optimizer.state[weight] == {}
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_whole_matrices_are_changed_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, count: int
+) -> None:
+    """Sums round otherwise on another number of threads, and a matrix may be alone or one of many."""
+    seen: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counts(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return update
+
+    monkeypatch.setitem(RULES, "counts", Counts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(count)]
+        optimizer = mm.Muon([{"params": weights, "algorithm": "counts"}], compute_dtype=compute)
+        for weight in weights:
+            weight.grad = random(40, 60, seed=9).float()
+        optimizer.step()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * count
+
+
+def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
+    weight = nn.Parameter(random(6, 8).float())
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = random(6, 8, seed=1).float()
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    optimizer.param_groups[0]["algorithm"] = "normuon"
+    optimizer.step()
+    assert optimizer.state[weight]["momentum_buffer"] is momentum
+    assert bool(optimizer.state[weight]["row_second_moment"].all())
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
+    """By the device's operations, for the pieces of a bucket together and masked by flags; a matrix is left alone."""
+    results = []
+    for waits in (True, False):
+        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
+        optimizer._runtime.driver = Driver(waits)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = random(12, 20, seed=10 * step + number).float() * (number != step)
+            optimizer.step()
+        state = [value for weight in weights for value in optimizer.state[weight].values()]
+        results.append([*(weight.detach() for weight in weights), *state])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@dataclass(frozen=True)
+class OwnKeeps(MuonRule):
+    def keeps(self) -> Any:
+        return {
+            "momentum_buffer": "momentum",
+            "total": "momentum",
+            "before": "weights",
+            "pace": "rows",
+            "norm": "matrix",
+        }
+
+
+@dataclass(frozen=True)
+class OwnFold(OwnKeeps):
+    def fold(self, gradient: Tensor, state: Any) -> None:
+        MuonRule.fold(self, gradient, state)
+        state["total"].add_(gradient)
+
+
+@dataclass(frozen=True)
+class OwnDirection(OwnKeeps):
+    def direction(self, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+
+@dataclass(frozen=True)
+class OwnBalance(OwnKeeps):
+    def balance(self, direction: Tensor, state: Any) -> Tensor:
+        return direction.tril()
+
+
+@dataclass(frozen=True)
+class OwnWhole(OwnKeeps):
+    def whole(self, update: Tensor, state: Any) -> Tensor:
+        state["pace"].add_(1)
+        return update / state["pace"]
+
+
+@dataclass(frozen=True)
+class OwnDecay(OwnKeeps):
+    def decay(self, weights: Tensor, update: Tensor) -> None:
+        weights.sub_(weights.sign() * (self.lr * self.weight_decay))
+
+
+@dataclass(frozen=True)
+class OwnApply(OwnKeeps):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        state["before"].copy_(weights)
+        MuonRule.apply(self, weights, update, size, state)
+
+
+@dataclass(frozen=True)
+class OwnScale(OwnKeeps):
+    def scale(self, rows: int, cols: int) -> float:
+        return 3.0 / rows
+
+
+@dataclass(frozen=True)
+class Sums(OwnKeeps):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        return (torch.ones_like(update),)
+
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        MuonRule.apply(self, weights, update, size / (sums[0] + state["norm"]).sqrt(), state)
+
+
+@dataclass(frozen=True)
+class OwnSummands(Sums):
+    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+        return (weights.double().square() * 99,)
+
+
+@dataclass(frozen=True)
+class OwnApplyOfSums(Sums):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        MuonRule.apply(self, weights, update, size * 2, state)
+
+
+@dataclass(frozen=True)
+class OwnKeep(Sums):
+    def keep(self, state: Any, sums: Any) -> None:
+        state["norm"].add_(sums[0])
+
+
+OWN_PARTS: dict[str, type[MuonRule]] = {
+    "fold": OwnFold,
+    "direction": OwnDirection,
+    "balance": OwnBalance,
+    "whole": OwnWhole,
+    "decay": OwnDecay,
+    "apply": OwnApply,
+    "scale": OwnScale,
+    "summands": OwnSummands,
+    "apply, of sums": OwnApplyOfSums,
+    "keep": OwnKeep,
+}
+"""A rule for each part that may be overridden and changes numbers, which overrides it and no other."""
+
+
+def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
+    public = {name for kind in Rule.__mro__ for name, part in vars(kind).items() if callable(part) and name[0] != "_"}
+    others = {
+        "keeps",
+        "check",
+        "unsuited",
+        "count_of_sums",
+        "step_size",
+        "flops",
+        "turn",
+    }  # what they say is read, or only told
+    assert public - others == {part.partition(",")[0] for part in OWN_PARTS}
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_explain_leaves_out_the_size_of_a_step_that_a_part_of_ones_own_may_change(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OWN_PARTS[part]
+
+    @dataclass(frozen=True)
+    class Told(own):  # type: ignore[valid-type, misc]
+        def step_size(self, rows: int, cols: int) -> StepSize:
+            return StepSize(0.5, 2.0)
+
+    @dataclass(frozen=True)
+    class NotOrthogonal(own):  # type: ignore[valid-type, misc]
+        orthogonalizes = False
+
+    found = []
+    for rule in (own, Told, NotOrthogonal):
+        monkeypatch.setitem(RULES, "own", rule)
+        found.append(mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "own"}], lr=0.1).explain())
+    sizes = [explanation.rows[0].rms for explanation in found]
+    unknown = part in ("whole", "scale", "apply", "summands", "apply, of sums", "keep")  # the last three have sums
+    assert sizes == pytest.approx([math.nan if unknown else 0.02, 0.5, math.nan], nan_ok=True)
+    assert ("2.0e-02" in str(found[0])) == (not unknown)
+
+
+def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> None:
+    @register_rule("test-divides")
+    @dataclass(frozen=True)
+    class Divides(mm.MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            return update / update.norm(dim=-1, keepdim=True)
+
+    try:
+        with pytest.raises(AssertionError, match="weights are not finite in one process, as after a division"):
+            prove_rule(Divides, examples=10)
+    finally:
+        del RULES["test-divides"]
+
+
+@pytest.mark.parametrize("part", ["whole", "balance"])
+def test_a_part_that_returns_another_shape_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shrunk(self: mm.Rule, matrix: Tensor, state: Any) -> Tensor:
+        return matrix.mean(dim=1, keepdim=True)  # torch would broadcast it
+
+    own = dataclass(frozen=True)(type("Own", (mm.MuonRule,), {part: shrunk}))
+    monkeypatch.setitem(RULES, "own", own)
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight.grad = torch.ones(6, 8)
+    with pytest.raises(ValueError, match=r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"):
+        mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
+
+
+def test_a_part_that_assigns_its_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Assigns(mm.MuonRule):
+        def keeps(self) -> Any:
+            return {"momentum_buffer": "momentum", "row": "rows"}
+
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            state["row"] = state["row"] + 1  # would be lost
+            return update
+
+    monkeypatch.setitem(RULES, "assigns", Assigns)
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight.grad = torch.ones(6, 8)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        mm.Muon([{"params": [weight], "algorithm": "assigns"}]).step()
+
+
+def test_a_rule_that_writes_the_gradient_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Writes(mm.ElementwiseRule):
+        def keeps(self) -> Any:
+            return ()
+
+        def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+            return gradient.mul_(0.5)
+
+    monkeypatch.setitem(RULES, "writes", Writes)
+    with pytest.raises(AssertionError, match="Writes: the gradient has been written"):
+        prove_rule("writes", examples=1)
+
+
+def test_a_rule_whose_steps_grow_with_the_gradients_is_not_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Grows(mm.MuonRule):
+        orthogonalizes: ClassVar[bool] = False
+
+    monkeypatch.setitem(RULES, "grows", Grows)
+    with pytest.raises(AssertionError, match=r"Grows\.scale_invariant: True, but gradients times 1024 change"):
+        prove_rule("grows", examples=1)
+    monkeypatch.setattr(Grows, "scale_invariant", False)
+    prove_rule("grows", examples=1)
+
+
+@pytest.mark.parametrize("part", OWN_PARTS)
+def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that ran the rule without the part, as it ran those with a `decay` of their own, is found."""
+    own = OWN_PARTS[part]
+    monkeypatch.setitem(RULES, "own", own)
+    prove_rule("own", examples=5)
+    begun = ReadyParameters.begin
+
+    def ignoring(self: Any, communicator: Any, rules: Any, flags: Any, *others: Any) -> None:
+        if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
+            plain = own.__mro__[1]
+            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
+            rules = [rule and plain(**rule) for rule in given]
+        begun(self, communicator, rules, flags, *others)
+
+    monkeypatch.setattr(ReadyParameters, "begin", ignoring)
+    with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
+        prove_rule("own", examples=5)
+
+
+def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient's direction nothing else moves the weights: lr 0.5 · decay 0.1 towards zero, once."""
+    monkeypatch.setitem(RULES, "own", OwnDecay)
+    weight = nn.Parameter(random(6, 9).float())
+    expected = weight.detach() - weight.detach().sign() * 0.05
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
+    optimizer._runtime.driver = Driver(False)
+    weight.grad = random(6, 9, seed=1).float()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state_dtype: torch.dtype) -> None:
+    """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
+    weight = nn.Parameter(random(12, 20, seed=0).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
+    optimizer._runtime.driver = Driver(False)
+    weight.grad = random(12, 20, seed=1).float()
+    optimizer.step()
+    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    weight.grad = random(12, 20, seed=2).float()
+    weight.grad[3, 4] = math.nan
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+
+
+def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
+    """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalized together."""
+    results = []
+    for waits in (True, False):
+        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
+        groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
+        optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
+        optimizer._runtime.driver = Driver(waits)
+        for number, weight in enumerate(weights):
+            weight.grad = random(12, 20, seed=10 + number).float()
+        optimizer.metrics()
+        optimizer.step()
+        sizes = [value for name, value in optimizer.metrics().items() if name.endswith("/update_rms")]
+        assert len(sizes) == 3
+        results.append([*(weight.detach() for weight in weights), *(torch.as_tensor(size).double() for size in sizes)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
+    rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
+    shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
+    matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
+    results, applied = [], muon_step._apply_together
+    taken: list[int] = []
+
+    def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
+        done = applied(elements, run, entries, kind)
+        taken.append(len(run.rows) if done else 0)
+        return done
+
+    monkeypatch.setattr(muon_step, "_apply_together", counted)
+    for small in (muon_step.SMALL, 0):
+        monkeypatch.setattr(muon_step, "SMALL", small)
+        weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
+        weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
+        masters = torch.float32 if dtype == torch.bfloat16 else None
+        groups = [{"params": weights, "matrices": matrices, "algorithm": rule}]
+        optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.1, master_dtype=masters)
+        for step in range(3):
+            for number, weight in enumerate(weights):
+                weight.grad = random(*weight.shape, seed=30 * step + number).to(dtype)
+            if step == 1:
+                weights[0].grad, weights[7].grad[1] = torch.zeros_like(weights[0]), 0
+                weights[5].grad = None
+            optimizer.step()
+        states = [value.clone() for weight in weights for value in optimizer.state[weight].values()]
+        results.append([*(weight.detach().clone() for weight in weights), *states])
+    assert all(map(torch.equal, *results))
+    asks = RULES[rule].overrides("summands")  # for what needs a sum over the matrix before anything is written
+    assert (sum(taken) == 0) == asks
+
+
+# ---------------------------------------------------------------- rules for single elements
+
+
+@register_rule("test-lion")
+@dataclass(frozen=True)
+class Lion(mm.ElementwiseRule):
+    lion_betas: tuple[float, float] = (0.9, 0.99)
+
+    def keeps(self) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        update = torch.lerp(state["exp_avg"], gradient, 1 - self.lion_betas[0]).sign()
+        state["exp_avg"].lerp_(gradient, 1 - self.lion_betas[1])
+        return update
+
+
+@pytest.mark.parametrize("decay_mode", ["full", "cautious"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_elementwise_rule_is_its_formula(dtype: torch.dtype, decay_mode: str) -> None:
+    """Lion's, in fp64: state, decay in both modes, counts, and what metrics tell of the step."""
+    numbers = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(7, generator=numbers).to(dtype))
+    group = {"params": [weight], "algorithm": "test-lion", "weight_decay": 0.5, "decay_mode": decay_mode}
+    optimizer = mm.Muon([group], lr=0.01)
+    expected, momentum = weight.detach().double().clone(), torch.zeros(7, dtype=torch.float64)
+    for _ in range(4):
+        gradient = torch.randn(7, generator=numbers)
+        weight.grad = gradient.to(dtype)
+        optimizer.metrics()
+        optimizer.step()
+        update = (0.9 * momentum + 0.1 * gradient.double()).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient.double()
+        decays = (update * expected >= 0) if decay_mode == "cautious" else torch.ones(7, dtype=torch.bool)
+        expected = torch.where(decays, expected * (1 - 0.01 * 0.5), expected) - 0.01 * update
+    state = optimizer.state[weight]
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(state["exp_avg"].double(), momentum, rtol=1e-6, atol=1e-7)
+    assert state["exp_avg"].dtype == dtype
+    assert state["step"] == 4
+    assert optimizer.metrics()["group0/update_rms"] == pytest.approx(0.01, rel=1e-6)
+
+
+def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
+    weight = nn.Parameter(torch.full((3, 5), 0.7, dtype=torch.bfloat16))
+    made = [mm.Muon([{"params": [weight], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32)]
+    weight.grad = torch.ones_like(weight)
+    made[0].step()
+    twin = nn.Parameter(weight.detach().clone())
+    made.append(mm.Muon([{"params": [twin], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32))
+    made[1].load_state_dict(made[0].state_dict())
+    for optimizer, held in zip(made, (weight, twin), strict=True):
+        held.grad = torch.full_like(held, -1.0)
+        optimizer.step()
+        assert optimizer.state[held]["master"].dtype == optimizer.state[held]["exp_avg"].dtype == torch.float32
+    assert torch.equal(made[0].state[weight]["master"], made[1].state[twin]["master"])
+    assert torch.equal(made[0].state[weight]["exp_avg"], made[1].state[twin]["exp_avg"])
+    with pytest.raises(mm.StateError, match="found algorithm 'test-lion' in the state; needed 'adamw'"):
+        mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(made[1].state_dict())
+
+
+# ---------------------------------------------------------------- turns
+
+
+def layered(every: int, layers: int = 10) -> tuple[list[nn.Parameter], mm.Muon]:
+    """Two kinds of matrices in each layer."""
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(layers) for kind in ("attn.q", "mlp.up")]
+    weights = [nn.Parameter(random(6, 6, seed=n).float()) for n in range(len(names))]
+    group = {"params": weights, "param_names": names, "algorithm": "soap", "soap_every": every}
+    return weights, mm.Muon([group], lr=0.01)
+
+
+def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turns once in five steps, four of the twenty in each; all have two sides. The first step has another way."""
+    weights, optimizer = layered(5)
+    done: list[int] = []
+    qr = torch.linalg.qr
+
+    def counted(matrix: Tensor) -> Any:
+        done[-1] += len(matrix)
+        return qr(matrix)
+
+    monkeypatch.setattr(torch.linalg, "qr", counted)
+    for step in range(11):
+        for number, weight in enumerate(weights):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+        done.append(0)
+        before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
+        optimizer.step()
+        turned = [not torch.equal(a, optimizer.state[w]["row_basis"]) for a, w in zip(before, weights, strict=False)]
+        assert sum(turned) == done[-1] // 2
+    assert done == [0] + [8] * 10
+    assert optimizer.param_groups[0]["steps_taken"] == 11
+
+
+def test_the_count_of_steps_is_saved_and_loaded() -> None:
+    """A resumed optimizer takes the turns of the one that was saved; one that began at 0 would take others."""
+    (weights, first), (twins, second) = layered(3, layers=2), layered(3, layers=2)
+    for step in range(5):
+        if step == 2:
+            second.load_state_dict(first.state_dict())
+            for weight, twin in zip(weights, twins, strict=True):
+                twin.data.copy_(weight.data)
+            assert second.param_groups[0]["steps_taken"] == 2
+        for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+            weight.grad = random(6, 6, seed=100 * step + number).float()
+            twin.grad = weight.grad.clone()
+        for optimizer in (first, second) if step >= 2 else (first,):
+            optimizer.step()
+    assert all(map(torch.equal, weights, twins))
+    assert all(
+        torch.equal(first.state[w]["row_basis"], second.state[t]["row_basis"])
+        for w, t in zip(weights, twins, strict=True)
+    )
+
+
+def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
+    """They take a step at learning rate 0 to have state made."""
+    (weights, plain), (twins, looked_at) = layered(3, layers=1), layered(3, layers=1)
+    model = nn.ParameterDict({str(number): twin for number, twin in enumerate(twins)})
+    get_optimizer_state_dict(model, looked_at)
+    for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
+        weight.grad = random(6, 6, seed=number).float()
+        twin.grad = weight.grad.clone()
+    plain.step()
+    looked_at.step()
+    for weight, twin in zip(weights, twins, strict=True):
+        assert torch.equal(plain.state[weight]["row_basis"], looked_at.state[twin]["row_basis"])
+
+
+def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:
+    (weights, optimizer), (other, _) = layered(5, layers=1), layered(5, layers=1)
+    for step in range(3):
+        weights[0].grad = random(6, 6, seed=step).float()
+        weights[1].grad = random(6, 6, seed=9 + step).float() * (step == 2)
+        optimizer.step()
+    basis = optimizer.state[weights[1]]["row_basis"].view(6, 6)
+    state = optimizer.state[weights[1]]
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(6))
+    assert not state["second_moment"].any()  # its first step has no scaling yet
+    assert torch.equal(state["unit"].log2(), state["unit"].log2().round())
+    assert bool((weights[1] != other[1]).all())
+
+
+def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
+    """By the formulas: bytes of momentum, second moments, two Gram matrices and two bases, and the unit; FLOPs."""
+    weight = nn.Parameter(random(20, 12).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": "soap", "soap_every": 4}])
+    muon = mm.Muon([nn.Parameter(random(20, 12).float())]).explain()
+    told = optimizer.explain()
+    numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
+    assert told.state_bytes == 4 * numbers
+    assert told.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
+    weight.grad = random(20, 12, seed=1).float()
+    optimizer.step()
+    assert optimizer.explain().state_bytes == told.state_bytes
+    assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers

@@ -1,0 +1,56 @@
+"""What a device would be told when a kernel is started, by Triton's own driver over one that only writes it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(tmp_path: Path, *options: str) -> list[Any]:
+    """Return what `tests.support.launches` prints."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    library = tmp_path / "libcuda.so.1"
+    flags = ["-O2", "-w", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    subprocess.run([compiler, *flags, str(ROOT / "tests/support/launch_driver.c")], check=True)
+    folders = {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
+    environment = {**os.environ, **folders, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "tests.support.launches", *options]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_launch_tells_the_device_what_tritons_own_would(tmp_path: Path) -> None:
+    """The same code, programs, threads, parameters and stream, which says the device; found anew and looked up.
+
+    Shapes, strides, dtypes and addresses follow each other, of which each asks for other code under the same name.
+    """
+    launches = told(tmp_path)
+    assert len(launches) > 20
+    for launch in launches:
+        assert launch["found"] == [launch["expected"]] * 2, launch["name"]
+        assert launch["expected"]["last_stream"] == 1001, "the stream of cuda:1, though cuda:0 is the current device"
+
+
+@pytest.mark.slow
+def test_what_is_started_again_is_what_was_worked_out(tmp_path: Path) -> None:
+    """The same kernels in the same order on the same stream, with the addresses of the tensors that are given now."""
+    (cases,) = told(tmp_path, "--again")
+    assert len(cases) == 2
+    for case in cases:
+        first, *others = case["launches"]
+        assert case["kept"] == ["Recording"]
+        assert len(first) > 15
+        assert {stream for _, stream, _, _ in first} == {1001}
+        assert any("0: " in str(arguments) for *_, arguments in first)
+        assert others == [first] * 4

@@ -1,0 +1,70 @@
+"""`state_device="cpu"`: state that lies on the host is worked on in copies, and has the bits of state that stays.
+
+No device is needed to show it: told to work in copies, a CPU brings them and gives them back by the same code, bucket
+by bucket. `tests/tools/test_dry_run.py` shows what of that a device would hold and copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import muonmesh as mm
+from muonmesh.step.runtime import Driver
+from tests.support import problem
+from tests.support.in_copies import work_in_copies
+
+BF16 = {"param_dtype": torch.bfloat16, "master_dtype": torch.float32}
+FP32 = {"param_dtype": torch.float32}
+
+
+def in_copies(optimizer: mm.Muon) -> None:
+    work_in_copies(optimizer)
+
+
+def in_copies_on_a_device(optimizer: mm.Muon) -> None:
+    in_copies(optimizer)
+    as_on_a_device(optimizer)
+
+
+def as_on_a_device(optimizer: mm.Muon) -> None:
+    optimizer._runtime.driver = Driver(False)
+
+
+def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:
+    """Step in copies in a layout, and without them alone; return what differs."""
+    values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
+    copies, plain = (in_copies_on_a_device, as_on_a_device) if device else (in_copies, None)
+    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08, **settings}
+    *_, (model, optimizer) = problem.steps(layout, 3, values, problem.zeroed, copies, **settings, state_device="cpu")
+    alone = problem.alone(3, problem.zeroed, plain, param_dtype, **settings)
+    return problem.differing(problem.result(model, optimizer), alone)
+
+
+def in_every_layout(
+    device: bool, layouts: list[str], param_dtype: torch.dtype, **settings: Any
+) -> dict[str, list[str]]:
+    return {layout: differing(layout, device, param_dtype, settings) for layout in layouts}
+
+
+EVERY = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
+SHARED: dict[str, Any] = {**BF16, "shard_state": True, "decay_mode": "cautious"}
+
+
+@pytest.mark.parametrize(
+    ("device", "layouts", "settings"),
+    [
+        pytest.param(True, ["ddp", "hsdp"], SHARED, id="as on a device"),
+        pytest.param(True, EVERY, SHARED, id="as on a device, every layout", marks=pytest.mark.soak),
+        pytest.param(True, EVERY, FP32, id="as on a device, without masters", marks=pytest.mark.soak),
+        pytest.param(False, EVERY, FP32, id="as on a cpu", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_state_in_copies_is_bit_for_bit_state_that_stays(
+    workers, device: bool, layouts: list[str], settings: dict[str, Any]
+) -> None:
+    for found in workers(4).run(in_every_layout, device, layouts, **settings):
+        assert found == {layout: [] for layout in layouts}

@@ -1,0 +1,188 @@
+"""A problem to step through: parameters of awkward shapes with given gradients, held in any layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import muonmesh as mm
+from tests.support import gathered
+from tests.support.meshes import mesh_of
+
+# name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
+# the ranks, dims that no number of ranks divides, tall, wide and square, and every way to split a parameter.
+PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
+    "one": ((1, 1), "whole"),
+    "row": ((1, 9), "whole"),
+    "column": ((7, 1), "whole"),
+    "few": ((3, 20), "whole"),
+    "tall": ((66, 32), "whole"),
+    "wide": ((33, 70), "whole"),
+    "square": ((48, 48), "whole"),
+    "even": ((64, 96), "whole"),
+    "qkv": ((40, 24), ("rows", 24, 8, 8)),
+    "columns": ((10, 26), ("cols", 7, 19)),
+    "heads": ((24, 30), ("heads", 4, 0)),
+    "gate_up": ((22, 12), ("interleaved", 2, 0)),
+    "neox": ((36, 12), ("interleaved", 3, 0, 4)),
+    "conv1d": ((18, 54), ("transposed", ("rows", 18, 18, 18))),
+    "experts": ((5, 6, 14), "stack"),
+    "expert_gate_up": ((3, 8, 10), ("stack", ("rows", 4, 4))),
+    "conv": ((9, 4, 3, 3), "flatten"),
+    "embedding": ((29, 8), "adamw"),
+    "norm": ((13,), "adamw"),
+    "bias": ((2,), "adamw"),
+}
+LAYOUTS = ["ddp", "fsdp", "fsdp-keep", "shard0", "shard1", "shard-last", "replicate"]
+# Placements on a mesh of 2 × half of the ranks.
+TWO_DIMS: dict[str, tuple[Any, Any]] = {"hsdp": (Replicate(), Shard(0)), "rows-cols": (Shard(0), Shard(1))}
+SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+
+
+def initial(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, (shape, _) in PARAMETERS.items()}
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    """Magnitudes differ from step to step by a lot; Muon must not care, and AdamW's moments see it."""
+    values = initial(1000 + step)
+    return {name: value * 10.0 ** (step - 2) for name, value in values.items()}
+
+
+def zeroed(step: int) -> dict[str, Tensor | None]:
+    """From the third step on, some matrices have zero gradients: one expert, k of qkv, a whole parameter, a half."""
+    given: dict[str, Tensor | None] = dict(gradients(step))
+    if step >= 2:
+        given["experts"][1] = 0.0
+        given["qkv"][24:32] = 0.0
+        given["gate_up"][1::2] = 0.0
+        given["even"].zero_()
+        given["wide"] = None
+    return given
+
+
+class Bag(nn.Module):
+    """Parameters by name."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+    def forward(self) -> Tensor:
+        return sum((p.sum() for p in self.parameters()), torch.zeros(()))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    muon = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
+    adamw = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": [], "weight_decay": 0.05}
+    for name, parameter in model.named_parameters():
+        spec = PARAMETERS[name][1]
+        group = adamw if spec == "adamw" else muon
+        group["params"].append(parameter)
+        group["param_names"].append(name)
+        if spec != "adamw":
+            group["matrices"].append(spec)
+    return [muon, adamw]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def placed_like(parameter: Tensor, value: Tensor) -> Tensor:
+    value = value.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value.clone()
+
+
+def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]:
+    """Return a module that holds the values in a layout, and the process_group that the optimizer needs."""
+    model = Bag(values)
+    if layout == "local":
+        return model, "local"
+    if layout == "ddp":
+        return model, "world"
+    kind = next(iter(values.values())).device.type
+    if layout in TWO_DIMS:
+        mesh = mesh_of((2, dist.get_world_size() // 2), kind=kind)
+        for name, value in values.items():
+            placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
+            distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)
+            model.register_parameter(name, nn.Parameter(distributed))
+        return model, None
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    if layout == "fsdp":
+        return fully_shard(model, mesh=mesh), None
+    if layout == "fsdp-keep":
+        return fully_shard(model, mesh=mesh, reshard_after_forward=False), None
+    placements = {
+        "shard0": lambda value: Shard(0),
+        "shard1": lambda value: Shard(min(1, value.ndim - 1)),  # uneven and empty too, which FSDP2 refuses
+        "shard-last": lambda value: Shard(value.ndim - 1),
+        "replicate": lambda value: Replicate(),
+    }[layout]
+    for name, value in values.items():
+        distributed = distribute_tensor(value.clone(), mesh, [placements(value)], src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(distributed))
+    return model, None
+
+
+def steps(
+    layout: str,
+    count: int,
+    values: dict[str, Tensor],
+    given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    prepare: Callable[[mm.Muon], None] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[nn.Module, mm.Muon]]:
+    """Yield model and optimizer after each of ``count`` steps with given gradients."""
+    model, group = hold(layout, values)
+    optimizer = mm.Muon(groups(model), process_group=group, **{**SETTINGS, **settings})
+    if prepare is not None:
+        prepare(optimizer)
+    for step in range(count):
+        for name, gradient in given(step).items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else placed_like(parameter, gradient)
+        optimizer.step()
+        yield model, optimizer
+
+
+def result(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+    """Return parameters and every state tensor, whole, by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter
+        tensors.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+    return gathered.whole(tensors)
+
+
+@functools.cache
+def alone(
+    count: int,
+    given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    prepare: Callable[[mm.Muon], None] | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """Parameters and state after ``count`` steps in one process, on this very rank: once for all layouts."""
+    values = {name: value.to(param_dtype) for name, value in initial().items()}
+    *_, (model, optimizer) = steps("local", count, values, given, prepare, **settings)
+    return result(model, optimizer)
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Return the names of tensors that are not the same bit for bit."""
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]

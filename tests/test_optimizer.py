@@ -1,0 +1,803 @@
+"""The optimizer in one process: against the fp64 oracle, and as a torch.optim.Optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import muonmesh as mm
+from muonmesh.layout import Interval, MeshLayout
+from muonmesh.numerics.coefficients import coefficient_schedule
+from tests.support import problem
+from tests.support.reference import reference_step
+
+BETAS = (0.9, 0.95)
+
+
+def oracle(
+    count: int, given: Any = problem.gradients, values: dict[str, Tensor] | None = None, **settings: Any
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Step the independent fp64 reference; `settings` are the Muon half's, beside the problem's."""
+    options = {**problem.SETTINGS, **settings}
+    lr, name, steps = options["lr"], options.pop("ns_coefficients", "polar_express"), options.pop("ns_steps", 5)
+    coefficients = coefficient_schedule(name, steps)
+    per_parameter = {
+        key: {"algorithm": "adamw", "lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.05}
+        if spec == "adamw"
+        else {"algorithm": "muon", "matrices": spec, "coefficients": coefficients, **options}
+        for key, (_, spec) in problem.PARAMETERS.items()
+    }
+    params, state = {k: v.double() for k, v in (values or problem.initial()).items()}, {}
+    for step in range(count):
+        params, state = reference_step(params, given(step), state, per_parameter)
+    return params, state
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"nesterov": False},
+        {"momentum": 0.0},
+        {"weight_decay": 0.0},
+        {"ns_coefficients": "simple"},
+        {"ns_coefficients": "quintic"},
+        {"ns_coefficients": "cans"},
+        {"ns_coefficients": "deepseekv4", "ns_steps": 10},
+        {"ns_steps": 8},
+        *({"scale_mode": mode} for mode in ("original", "shape_scaling", "spectral", "unit_rms_norm", "none")),
+        {"extra_scale_factor": 0.3},
+    ],
+    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "default",
+)
+def test_fp32_agrees_with_the_oracle(settings: dict[str, Any]) -> None:
+    *_, (model, optimizer) = problem.steps("local", 3, problem.initial(), compute_dtype=torch.float32, **settings)
+    params, state = oracle(3, **settings)
+    start = problem.initial()
+    # A matrix of one row or column sits at σ = 1, where CANS' first polynomial alone has a slope of 26.
+    slack = 5 if settings.get("ns_coefficients") == "cans" else 1
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.detach(), params[name]) <= 1e-5 * slack, name
+        update = parameter.detach().double() - start[name].double()
+        assert relative(update, params[name] - start[name].double()) <= 1e-3 * slack, name
+        held = optimizer.state[parameter]
+        for key, reference in (("momentum_buffer", "momentum"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            if key in held:
+                assert relative(held[key], state[name][reference]) <= 1e-5, (name, key)
+
+
+def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
+    *_, (model, _) = problem.steps("local", 3, problem.initial(), weight_decay=0.0)
+    params, _ = oracle(3, weight_decay=0.0)
+    start = problem.initial()
+    for name, parameter in model.named_parameters():
+        update = parameter.detach().double() - start[name].double()
+        # One row or column sits at σ = 1, where the polynomials amplify bf16's rounding of σ² most.
+        bound = 0.15 if min(parameter.shape) <= 3 and parameter.ndim == 2 else 0.06
+        assert relative(update, params[name] - start[name].double()) <= bound, name
+
+
+def test_fp64_everything_is_the_oracle() -> None:
+    values = {k: v.double() for k, v in problem.initial().items()}
+    settings = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
+    *_, (model, _) = problem.steps("local", 5, values, **settings)
+    params, _ = oracle(5)
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.detach(), params[name]) <= 1e-12, name
+
+
+# ------------------------------------------------------------------ scale
+
+
+@pytest.mark.parametrize("exponent", [-90, -40, 40, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_power_of_two_on_all_gradients_changes_no_bit_of_the_matrices(exponent: int, dtype: torch.dtype) -> None:
+    def scaled(step: int) -> dict[str, Tensor]:
+        return {k: v * 2.0**exponent for k, v in problem.gradients(step).items()}
+
+    *_, (model, _) = problem.steps("local", 3, problem.initial(), compute_dtype=dtype)
+    *_, (twin, _) = problem.steps("local", 3, problem.initial(), scaled, compute_dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if problem.PARAMETERS[name][1] != "adamw":
+            assert torch.equal(parameter, twin.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("norm", [1e-30, 1e-18, 1e-6, 1e7, 1e30])
+def test_full_strength_at_any_gradient_norm(norm: float) -> None:
+    weight = nn.Parameter(torch.zeros(64, 96))
+    optimizer = mm.Muon([weight], lr=1.0, scale_mode="none", weight_decay=0.0)
+    gradient = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    weight.grad = gradient * (norm / gradient.norm())
+    optimizer.step()
+    assert 0.9 < torch.linalg.svdvals(weight.detach().double()).mean() < 1.1
+
+
+def test_momentum_does_not_become_denormal() -> None:
+    weight = nn.Parameter(torch.zeros(8, 8))
+    optimizer = mm.Muon([weight], lr=1.0, momentum=0.5)
+    weight.grad = torch.full((8, 8), 1e-37)
+    weight.grad[0, 0] = 1.0
+    optimizer.step()
+    for _ in range(12):
+        weight.grad = torch.zeros(8, 8)
+        weight.grad[0, 0] = 1.0
+        optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    tiny = torch.finfo(torch.float32).tiny
+    assert not ((momentum != 0) & (momentum.abs() < tiny)).any()
+    assert momentum[0, 0] > 0.9
+    assert momentum[1, 1] == 0
+
+
+# ------------------------------------------------------------------ zero and missing gradients
+
+
+def test_matrices_with_zero_gradient_are_left_alone_momentum_and_decay_included() -> None:
+    trail = [problem.result(*pair) for pair in problem.steps("local", 4, problem.initial(), problem.zeroed)]
+    before, after = trail[1], trail[3]
+    for suffix in ("", ".momentum_buffer"):
+        assert torch.equal(before["experts" + suffix][1], after["experts" + suffix][1])
+        assert torch.equal(before["qkv" + suffix][24:32], after["qkv" + suffix][24:32])
+        assert torch.equal(before["gate_up" + suffix][1::2], after["gate_up" + suffix][1::2])
+        assert torch.equal(before["even" + suffix], after["even" + suffix])
+        assert torch.equal(before["wide" + suffix], after["wide" + suffix])
+        assert not torch.equal(before["experts" + suffix][0], after["experts" + suffix][0])
+        assert not torch.equal(before["gate_up" + suffix][0::2], after["gate_up" + suffix][0::2])
+
+
+def test_zero_gradients_agree_with_the_oracle() -> None:
+    *_, (model, _) = problem.steps("local", 4, problem.initial(), problem.zeroed, compute_dtype=torch.float32)
+    params, _ = oracle(4, problem.zeroed)
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.detach(), params[name]) <= 1e-5, name
+
+
+def test_one_nonzero_element_anywhere_counts() -> None:
+    weight = nn.Parameter(torch.ones(100, 100))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.zeros(100, 100)
+    weight.grad[99, 99] = 1e-30
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(100, 100))
+
+
+def test_parameters_without_gradient_are_skipped_and_get_no_state() -> None:
+    a, b = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    vector, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [{"params": [a, b]}, {"params": [vector, other], "algorithm": "adamw"}]
+    optimizer = mm.Muon(groups, lr=0.1)
+    a.grad, vector.grad = torch.ones(4, 4), torch.ones(4)
+    optimizer.step()
+    assert torch.equal(b, torch.ones(4, 4))
+    assert torch.equal(other, torch.ones(4))
+    assert "momentum_buffer" not in optimizer.state.get(b, {})
+    assert not torch.equal(a, torch.ones(4, 4))
+
+
+def test_nan_gradient_gives_nan_weights_not_silence() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.full((4, 4), float("nan"))
+    optimizer.step()
+    assert weight.isnan().all()
+
+
+# ------------------------------------------------------------------ inputs are not written
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["compute32", "compute16"])
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_gradients_and_momentum_are_not_overwritten(dtype: torch.dtype, nesterov: bool, compute: torch.dtype) -> None:
+    """torch.optim.Muon until 2.14 overwrites bf16 momentum without Nesterov; others lerp into the gradient."""
+    weight = nn.Parameter(torch.randn(16, 24).to(dtype))
+    optimizer = mm.Muon([weight], lr=0.1, nesterov=nesterov, state_dtype=dtype, compute_dtype=compute)
+    gradient = torch.randn(16, 24).to(dtype)
+    weight.grad = gradient.clone()
+    optimizer.step()
+    assert torch.equal(weight.grad, gradient)
+    expected = torch.zeros(16, 24, dtype=dtype).lerp_(gradient, 1 - 0.95)
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], expected)
+
+
+def test_noncontiguous_parameters_and_gradients() -> None:
+    values = torch.randn(24, 16)
+    plain, strided = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous().T)
+    assert not strided.is_contiguous()
+    for step in range(3):
+        gradient = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
+        for p in (plain, strided):
+            p.grad = gradient.clone()
+        strided.grad = gradient.T.contiguous().T
+        if step == 0:
+            optimizers = [mm.Muon([p], lr=0.1) for p in (plain, strided)]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(plain, strided)
+    conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(conv).to(memory_format=torch.contiguous_format)
+    for layer in (conv, twin):
+        layer.weight.grad = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+        mm.Muon([{"params": [layer.weight], "matrices": ["flatten"]}], lr=0.1).step()
+    assert torch.equal(conv.weight, twin.weight)
+
+
+def test_gradient_of_another_dtype_than_the_parameter() -> None:
+    weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+    optimizer = mm.Muon([weight], lr=0.1)
+    weight.grad = torch.randn(8, 8, dtype=torch.float64)
+    optimizer.step()
+    assert weight.abs().max() > 0
+
+
+# ------------------------------------------------------------------ a torch.optim.Optimizer
+
+
+def small() -> tuple[nn.Module, mm.Muon]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 4))
+    return model, mm.from_model(model, lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_it_trains() -> None:
+    losses = train(*small(), 60)
+    assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
+
+
+def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:
+    model, optimizer = small()
+    x = torch.randn(8, 12)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    before = [p.clone() for p in model.parameters()]
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert second < first
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_hooks_run() -> None:
+    model, optimizer = small()
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    train(model, optimizer, 1)
+    optimizer.state_dict()
+    assert seen == ["pre", "post", "state"]
+
+
+def test_state_dict_round_trip_continues_bit_for_bit() -> None:
+    model, optimizer = small()
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, 3, first=3)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin, other = small()
+    twin.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    assert train(twin, other, 3, first=3) == expected
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_state_dict_keeps_integer_ids_and_names() -> None:
+    model, optimizer = small()
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    assert set(saved["state"]) == set(range(len(list(model.parameters()))))
+    names = [name for group in saved["param_groups"] for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*without masters")
+@pytest.mark.parametrize("master", [None, torch.float32], ids=["no-master", "master"])
+def test_bf16_model_keeps_fp32_state_through_load_state_dict(master: torch.dtype | None) -> None:
+    weight = nn.Parameter(torch.randn(16, 16).bfloat16())
+    vector = nn.Parameter(torch.randn(16).bfloat16())
+
+    def build(w: nn.Parameter, v: nn.Parameter) -> mm.Muon:
+        return mm.Muon([{"params": [w]}, {"params": [v], "algorithm": "adamw"}], lr=0.01, master_dtype=master)
+
+    optimizer = build(weight, vector)
+    for p in (weight, vector):
+        p.grad = torch.randn(p.shape).bfloat16()
+    optimizer.step()
+    twins = nn.Parameter(weight.detach().clone()), nn.Parameter(vector.detach().clone())
+    other = build(*twins)
+    other.load_state_dict(optimizer.state_dict())
+    for p, q in zip((weight, vector), twins, strict=True):
+        assert optimizer.state[p].keys() == other.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert other.state[q][key].dtype == value.dtype, key
+            assert torch.equal(other.state[q][key], value), key
+    assert other.state[twins[0]]["momentum_buffer"].dtype == torch.float32
+    assert ("master" in other.state[twins[0]]) == (master is not None)
+
+
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_masters_keep_what_bf16_would_round_away() -> None:
+    def weights(master: torch.dtype | None) -> Tensor:
+        weight = nn.Parameter(torch.ones(32, 32).bfloat16())
+        optimizer = mm.Muon([weight], lr=1e-4, weight_decay=0.0, master_dtype=master)
+        for _ in range(200):
+            weight.grad = torch.eye(32).bfloat16()
+            optimizer.step()
+        return weight.detach().float().diagonal()
+
+    expected = 1 - 200 * 1e-4 * 0.2 * 32**0.5
+    assert (weights(torch.float32) - expected).abs().max() < 0.005  # a bf16 ulp below 1 is 0.004
+    assert (weights(None) - expected).abs().max() > 0.02
+
+
+def test_bf16_without_masters_does_not_warn_of_steps_that_rounding_keeps() -> None:
+    weight = nn.Parameter(torch.full((32, 32), 1e-3).bfloat16())
+    weight.grad = torch.randn(32, 32).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.Muon([weight], lr=0.1).step()
+
+
+def test_bf16_without_masters_warns_once_with_the_share() -> None:
+    weight = nn.Parameter(torch.ones(32, 32).bfloat16())
+    optimizer = mm.Muon([weight], lr=1e-5)
+    weight.grad = torch.randn(32, 32).bfloat16()
+    with pytest.warns(UserWarning, match=r"100% of its entries unchanged.*master_dtype=torch.float32"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
+    def steps(**settings: Any) -> tuple[list[str], bool]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(9, 8), *blocks, nn.Linear(8, 3)).bfloat16()
+        before = model[2][1].weight.detach().clone()
+        optimizer = mm.from_model(model, lr=1e-3, watch=False, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(10):
+                optimizer.zero_grad()
+                model(torch.arange(9)).float().square().sum().backward()
+                optimizer.step()
+        told = [str(w.message) for w in caught if "AdamW trains these weights" in str(w.message)]
+        return told, torch.equal(model[2][1].weight, before)
+
+    (told,), still = steps()
+    assert still
+    assert told.startswith(r"^(1|2)\.1\.weight$: AdamW trains these weights in 16 bits without masters")
+    assert "at learning rate 0.001 rounding leaves all of their entries unchanged" in told
+    for settings in ({"master_dtype": torch.float32}, {"stochastic_rounding": 0}, {"adamw": {"lr": 0.1}}):
+        assert steps(**settings) == ([], False)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 4))
+    settings: dict[str, Any] = {
+        "compute_dtype": torch.float32,
+        "state_dtype": torch.float64,
+        "master_dtype": torch.float64,
+        "memory_budget_mb": 48.0,
+        "process_group": "local",
+        "momentum": 0.8,
+    }
+    optimizer = mm.from_model(model, lr=0.05, **settings)
+    train(model, optimizer, 2)
+    pair = (model, optimizer)
+    twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    assert other.process_group == "local"
+    assert other._runtime.precision == optimizer._runtime.precision
+    assert other._runtime.asked.memory_budget_mb == 48.0
+    assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=10),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, max_lr=[group["lr"] for group in o.param_groups], total_steps=10
+        ),
+    ],
+)
+def test_schedulers_move_both_halves_and_keep_their_ratio(scheduler: Any) -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = mm.Muon(mm.split_params(model, muon={"lr": 0.02}, adamw={"lr": 0.001}))
+    schedule = scheduler(optimizer)
+    ratios, rates = set(), set()
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+        rates.add(optimizer.param_groups[0]["lr"])
+        ratios.add(round(optimizer.param_groups[0]["lr"] / optimizer.param_groups[-1]["lr"], 6))
+    assert ratios == {20.0}
+    assert len(rates) == 5
+
+
+def test_tensor_learning_rate_is_the_number() -> None:
+    results = []
+    for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+        optimizer = mm.from_model(model, lr=lr)
+        train(model, optimizer, 3)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_add_param_group_joins_later() -> None:
+    model, optimizer = small()
+    train(model, optimizer, 2)
+    late = nn.Parameter(torch.zeros(6, 6))
+    optimizer.add_param_group(
+        {"params": [late], "algorithm": "muon", "name": "late", "param_names": ["late.weight"], "lr": 1.0}
+    )
+    late.grad = torch.randn(6, 6)
+    optimizer.step()
+    assert late.abs().max() > 0
+    assert "late.weight" in str(optimizer.explain())
+
+
+def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
+    model, optimizer = small()
+    twin, other = copy.deepcopy((model, optimizer))
+    x = torch.randn(8, 12)
+    model(x).square().sum().backward()
+    optimizer.step()
+    for half in x.chunk(2):
+        twin(half).square().sum().backward()
+    other.step()
+    assert optimizer.counts.orthogonalized == other.counts.orthogonalized == 2
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+def test_gradscaler_takes_its_scale_out_and_skips_overflow() -> None:
+    model, optimizer = small()
+    twin, other = copy.deepcopy((model, optimizer))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    x = torch.randn(8, 12)
+    other.zero_grad()
+    twin(x).square().mean().backward()
+    other.step()
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.zero_grad()
+    scaler.scale(model(x).square().mean() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**11
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_named_parameters_and_use_muon_alias() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = mm.Muon(layer.named_parameters(), lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == ["weight"]
+    other = mm.Muon([{"params": [layer.weight], "use_muon": False}], lr=0.1)
+    assert other.param_groups[0]["algorithm"] == "adamw"
+
+
+def test_names_are_canonical_under_wrappers() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    names = ["module._orig_mod.block._checkpoint_wrapped_module.weight"]
+    optimizer = mm.Muon([{"params": [layer.weight], "param_names": names}], lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == ["block.weight"]
+
+
+def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 256))
+    optimizer = mm.Muon([{"params": [weight], "param_names": ["w"], "name": "muon"}], lr=0.1, weight_decay=0.0)
+    (row,) = optimizer.explain().rows
+    optimizer.metrics()
+    before = weight.detach().clone()
+    weight.grad = torch.randn(64, 256)
+    optimizer.step()
+    change = weight.detach() - before
+    assert abs(row.rms / float(change.square().mean().sqrt()) - 1) < 0.1
+    assert abs(row.spectral / float(torch.linalg.matrix_norm(change, 2)) - 1) < 0.15
+    figures = optimizer.metrics()
+    assert figures["muon/update_rms"] == pytest.approx(float(change.square().mean().sqrt()), rel=1e-3)
+    assert figures["muon/gradient_rms"] == pytest.approx(float(weight.grad.square().mean().sqrt()), rel=1e-6)
+    assert figures["muon/momentum_rms"] == pytest.approx(0.05 * figures["muon/gradient_rms"], rel=1e-5)
+    ratio = float(change.norm() / weight.detach().norm())
+    assert figures["muon/update_to_weight"] == pytest.approx(ratio, rel=1e-3)
+
+
+# ------------------------------------------------------------------ the state-creating step of torch's checkpoints
+
+
+def test_zero_gradients_leave_muon_alone_at_any_rate_and_everything_at_rate_zero() -> None:
+    model, optimizer = small()
+    train(model, optimizer, 2)
+    for lr in (0.05, 0.0):
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        saved = copy.deepcopy(optimizer.state_dict()["state"])
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        muon = set(range(len(optimizer.param_groups[0]["params"])))
+        for key, value in saved.items():
+            if lr == 0 or key in muon:
+                assert all(torch.equal(v, state[key][k]) for k, v in value.items())
+        names = optimizer.param_groups[0]["param_names"] if lr else before
+        assert all(torch.equal(before[name], model.state_dict()[name]) for name in names)
+
+
+def test_the_state_creating_step_changes_nothing_later() -> None:
+    """torch's `_init_optim_state` steps at lr 0 with zero gradients; AdamW's step count must not move."""
+    model, optimizer = small()
+    twin, other = copy.deepcopy((model, optimizer))
+    rates = [group["lr"] for group in other.param_groups]
+    for p in twin.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in other.param_groups:
+        group["lr"] = 0.0
+    other.step()
+    for group, lr in zip(other.param_groups, rates, strict=True):
+        group["lr"] = lr
+    assert len(other.state_dict()["state"]) == len(list(twin.parameters()))
+    assert train(model, optimizer, 4) == train(twin, other, 4)
+
+
+def test_a_warm_up_step_at_rate_zero_does_count() -> None:
+    model, optimizer = small()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 1)
+    vector = optimizer.param_groups[-1]["params"][0]
+    assert optimizer.state[vector]["step"] == 1
+    assert optimizer.state[vector]["exp_avg"].abs().max() > 0
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: mm.Muon([nn.Parameter(torch.randn(4))]), ValueError, r'group0.0: found shape \(4,\).*"adamw"'),
+        (lambda: mm.Muon([nn.Parameter(torch.randn(4, 3, 2, 2))]), ValueError, "flatten"),
+        (lambda: mm.Muon([nn.Parameter(torch.randn(0, 3))]), ValueError, "sizes of at least 1"),
+        (lambda: mm.Muon([{"params": [w := weight(), w]}]), ValueError, "twice"),
+        (lambda: mm.Muon([{"params": [w := weight()]}, {"params": [w], "name": "b"}]), ValueError, "more than one"),
+        (
+            lambda: mm.Muon([{"params": [weight()], "name": "a"}, {"params": [weight()], "name": "a"}]),
+            ValueError,
+            "'a' twice",
+        ),
+        (lambda: mm.Muon([{"params": [weight()], "matrices": [("rows", 3, 3)]}]), ValueError, "add up to 6, not 4"),
+        (lambda: mm.Muon([{"params": [weight()], "matrices": ["rows"]}]), ValueError, "matrices 'rows'"),
+        (lambda: mm.Muon([{"params": [weight()], "matrices": ["blocks"]}]), ValueError, "unknown form"),
+        (lambda: mm.Muon([{"params": [weight()], "matrices": "whole"}]), ValueError, "one entry per parameter"),
+        (lambda: mm.Muon([{"params": [weight()], "algorithm": "sgd"}]), ValueError, '"muon" or "adamw"'),
+        (lambda: mm.Muon([{"params": [weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
+        (lambda: mm.Muon([{"params": [weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),
+        (lambda: mm.Muon([{"params": [weight()], "momentun": 0.1}]), ValueError, "needed 'momentum'"),
+        (lambda: mm.Muon([weight()], lr=-1.0), ValueError, "lr: found -1.0"),
+        (lambda: mm.Muon([weight()], lr=float("nan")), ValueError, "lr: found nan"),
+        (lambda: mm.Muon([weight()], momentum=1.0), ValueError, "momentum: found 1.0"),
+        (lambda: mm.Muon([weight()], weight_decay=-0.1), ValueError, "weight_decay: found -0.1"),
+        (lambda: mm.Muon([weight()], ns_steps=0), ValueError, "steps"),
+        (lambda: mm.Muon([weight()], ns_coefficients="best"), ValueError, "best"),
+        (lambda: mm.Muon([weight()], ns_method="fast"), ValueError, "ns_method"),
+        (lambda: mm.Muon([weight()], scale_mode="big"), ValueError, "big"),
+        (lambda: mm.Muon([weight()], adamw_betas=(0.9, 1.0)), ValueError, "adamw_betas"),
+        (lambda: mm.Muon([weight()], adamw_eps=-1e-8), ValueError, "adamw_eps"),
+        (lambda: mm.Muon([weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
+        (lambda: mm.Muon([weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
+        (lambda: mm.Muon([weight()], state_dtype="fp32"), ValueError, "state_dtype"),
+        (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
+        (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
+        (lambda: mm.Muon([weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
+        (lambda: mm.Muon([weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
+        (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
+        (lambda: mm.Muon([]), ValueError, "empty"),
+        (lambda: mm.Muon(nn.Linear(2, 2)), TypeError, "from_model"),
+        (lambda: mm.Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]), TypeError, "complex64"),
+    ],
+)
+def test_bad_settings_say_what_to_write(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_keys_of_frameworks_and_schedulers_are_left_alone() -> None:
+    group = {"params": [weight()], "initial_lr": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "max_momentum": 0.9}
+    assert mm.Muon([group], lr=0.1).param_groups[0]["wd_mult"] == 1.0
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = mm.Muon([weight()], lr=0.1)
+    with pytest.raises(ValueError, match="group1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(4))], "algorithm": "muon"})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_sparse_and_complex_gradients_raise_and_nothing_is_written(kind: str) -> None:
+    embedding = nn.Embedding(8, 4, sparse=True)
+    good = nn.Parameter(torch.ones(4, 4))
+    optimizer = mm.Muon([{"params": [good]}, {"params": [embedding.weight], "algorithm": "adamw"}], lr=0.1)
+    good.grad = torch.ones(4, 4)
+    if kind == "sparse":
+        embedding(torch.tensor([1])).sum().backward()
+    else:
+        with pytest.raises(RuntimeError):
+            embedding.weight.grad = torch.ones(8, 4, dtype=torch.complex64)
+        return
+    with pytest.raises(TypeError, match=r"sparse.*dense gradient.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(good, torch.ones(4, 4))
+    assert not optimizer.state[good]
+
+
+def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
+    model, optimizer = small()
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
+    broken = copy.deepcopy(saved)
+    broken["state"][0] = {"exp_avg": torch.zeros(16, 12)}
+    with pytest.raises(mm.StateError, match=r"0.weight: found state \['exp_avg'\]; needed 'momentum_buffer'"):
+        optimizer.load_state_dict(broken)
+    broken = copy.deepcopy(saved)
+    broken["state"][0]["momentum_buffer"] = torch.zeros(8, 12)
+    with pytest.raises(mm.StateError, match=r"0.weight: found momentum_buffer a plain tensor of shape \(8, 12\)"):
+        optimizer.load_state_dict(broken)
+    broken = copy.deepcopy(saved)
+    broken["param_groups"][0]["matrices"] = [("rows", 8, 8), "whole", "whole"]  # as older checkpoints have it
+    with pytest.raises(mm.StateError, match="found matrices"):
+        optimizer.load_state_dict(broken)
+    broken = copy.deepcopy(saved)
+    broken["param_groups"][0]["lr"] = None
+    with pytest.raises(mm.StateError, match="of the state: lr: found None; needed a number"):
+        optimizer.load_state_dict(broken)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+
+
+def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None:
+    model = small()[0]
+    one, other = mm.from_model(model, lr=0.1), mm.from_model(model, lr=0.1, overrides={"0.weight": {"lr": 0.5}})
+    moved = r"Build the groups .*\. The group of 0\.weight is 'muon\[lr=0\.5\]' in the state and 'muon' here$"
+    with pytest.raises(mm.StateError, match=r"found 4 groups, with parameters: 'muon' 1, 'muon\[lr.*" + moved):
+        one.load_state_dict(other.state_dict())
+    fewer = one.state_dict()
+    for key in ("params", "param_names"):
+        fewer["param_groups"][0][key] = fewer["param_groups"][0][key][:-1]
+    with pytest.raises(mm.StateError, match=r"The group of \S+ is missing in the state and 'muon' here$"):
+        one.load_state_dict({**fewer, "state": {}})
+    unnamed = [{**group, "param_names": None} for group in other.state_dict()["param_groups"]]
+    with pytest.raises(mm.StateError, match=r"needed 3 groups, .*when the state was saved$"):
+        one.load_state_dict({"state": {}, "param_groups": unnamed})
+
+
+def test_a_skipped_step_says_so() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = mm.from_model(model, lr=0.1)
+    found = []
+    for skip_above in (1e9, 0.0, 1e9):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.clip_grad_norm_(1.0, skip_above=skip_above)
+        optimizer.step()
+        found.append(optimizer.skipped)
+    assert found == [False, True, False]
+
+
+def test_after_a_skipped_step_the_metrics_tell_the_update_before_it() -> None:
+    """As docs/clipping.md says."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    optimizer = mm.from_model(model, lr=0.1)
+    updates = []
+    for scale, skip_above in ((1.0, 1e9), (2.0, 1e9), (5.0, 0.0), (3.0, 1e9)):
+        for parameter in model.parameters():
+            parameter.grad = scale * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(int(scale)))
+        optimizer.clip_grad_norm_(math.inf, skip_above=skip_above)
+        optimizer.step()
+        updates.append({key: value for key, value in optimizer.metrics().items() if key.endswith("update_rms")})
+    assert updates[0] == {}
+    assert updates[1]
+    assert updates[2] == updates[1]
+    assert updates[3] != updates[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"state_dtype": "int8"},
+        {"rule": "normuon", "state_dtype": torch.bfloat16},
+        {"rule": "adamuon", "master_dtype": torch.float32},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_explain_tells_the_bytes_of_state_that_a_step_leaves(settings: dict[str, Any]) -> None:
+    """Before there is any: codes and scales of int8, masters, what a rule keeps by row, AdamW's moments and counts."""
+    model = nn.Sequential(nn.Embedding(30, 300), nn.Linear(300, 520), nn.Linear(520, 7), nn.Linear(7, 3)).bfloat16()
+    optimizer = mm.from_model(model, compute_dtype=torch.float32, **settings)
+    told = optimizer.explain()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = {
+        name: sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[parameter].values())
+        for name, parameter in model.named_parameters()
+    }
+    assert {row.parameter: row.state for row in told.rows} == kept
+    assert told.state_bytes == sum(kept.values())
+    assert f"stores {told.state_bytes / 1e6:.3g} MB of optimizer state" in str(told)
+    tight = replace(told, budget_bytes=64 << 20)
+    assert "a step takes up to memory_budget_mb=64 more\n" in str(tight)
+    assert "=64 more, and more for 2 matrices that it takes one at a time\n" in str(replace(tight, alone=2))
+
+
+def test_a_flat_tensor_is_explained_parameter_by_parameter() -> None:
+    """Its parameters have names, shapes and state of their own, whichever rule steps them."""
+    shapes = {"first": (4, 3), "second": (6,)}
+    flat, contents, start = nn.Parameter(torch.randn(20)), list[mm.FlatParameter](), 0
+    for name, shape in shapes.items():
+        held = ((Interval(0, math.prod(shape), start),),)
+        contents.append(mm.FlatParameter(name, mm.FlatShards(MeshLayout.replicated(shape, (0,)), held, (20,))))
+        start += math.prod(shape)
+    group = {"params": [flat], "param_names": ["flat"], "algorithm": "adamw", "reasons": ["as it is flat"]}
+    told = mm.Muon([group], layouts={"flat": contents}).explain()
+    assert [(row.parameter, row.matrices, row.reason) for row in told.rows] == [
+        ("first", "4×3", "as it is flat"),
+        ("second", "6", "as it is flat"),
+    ]
+    count = 4  # of steps, for each
+    assert [row.state for row in told.rows] == [2 * 4 * math.prod(shape) + count for shape in shapes.values()]
+    assert sum(row.state for row in told.rows) == told.state_bytes

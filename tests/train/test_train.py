@@ -1,0 +1,678 @@
+"""`muonmesh train`: its parts, its errors, and whole runs on two ranks that are stopped, resumed and compared."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.studies.orthogonalize import momenta
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoTokenizer
+from typer.testing import CliRunner
+
+from muonmesh.errors import FileError
+from muonmesh.tools.cli import launch as launching
+from muonmesh.tools.cli.app import app
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from muonmesh.tools.cli.corpus import Windows, divide, find_files, load_corpus_of, prepare_corpus, standard_library
+from muonmesh.tools.cli.launch import RankFailed, launch
+from muonmesh.tools.cli.model import PRESETS, blocks_of, build_model, model_config
+from muonmesh.tools.cli.report import (
+    TIMES,
+    Point,
+    TrainingSummary,
+    append_metrics,
+    compare,
+    crossing_of,
+    cut_metrics,
+    read_metrics,
+    summarise,
+)
+from muonmesh.tools.cli.run import continuation, save_model
+from muonmesh.tools.cli.run_settings import Settings, load_settings
+from muonmesh.tools.cli.training import learning_rate_factor
+from tests.support import folders
+from tests.support.pages import run as run_page
+
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
+STEPS = 12
+# A whole run in seconds: a narrow model, short sequences, a small tokenizer.
+TINY = ("--steps", STEPS, "--batch", 8, "--seq", 32, "--vocab", 400, "--eval-every", 4, "--eval-sequences", 10)
+TINY += ("--checkpoint-every", 5, "--device", "cpu", "--model", "nano")
+
+
+# --- schedule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_warms_up_and_never_exceeds_its_peak(name: Any) -> None:
+    factors = [learning_rate_factor(step, name=name, steps=100, warmup=10) for step in range(1, 101)]
+    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert max(factors) == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(factors[9:]))
+    assert factors[-1] > 0, "the last step would do nothing"
+
+
+def test_schedules_end_where_they_should() -> None:
+    def last(name: Any) -> float:
+        return learning_rate_factor(1000, name=name, steps=1000, warmup=0)
+
+    assert last("cosine") == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.999)))
+    assert last("linear") == pytest.approx(0.001)
+    assert last("wsd") == pytest.approx(0.005)
+    assert last("constant") == 1.0
+    assert learning_rate_factor(800, name="wsd", steps=1000, warmup=0) == 1.0
+
+
+# --- corpus -----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def documents(count: int) -> dict[str, str]:
+    return {f"{i:03}.txt": f"Document {i} counts to {i * i}.\n" * 30 for i in range(count)}
+
+
+def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path) -> None:
+    here = write(tmp_path / "here", documents(60))
+    renamed = {f"deep/{99 - int(name[:3])}.md": text for name, text in documents(60).items()}
+    there = write(tmp_path / "there", renamed)
+    one = prepare_corpus([str(here)], vocab=300, cache=tmp_path / "a")
+    other = prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b")
+    assert one.digest == other.digest
+    assert np.array_equal(one.train(), other.train())
+    assert one.train_tokens == len(one.train()) > len(one.validation()) == one.validation_tokens > 0
+    write(there, {"deep/0.md": "something else"})
+    assert prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b").digest != one.digest
+
+
+def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> None:
+    folder = write(tmp_path / "text", documents(200))
+    write(folder, {f"copy-{name}": text for name, text in documents(200).items()})
+    corpus = prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    assert corpus.files == 200
+    train, held_out = (
+        set("".join(map(chr, tokens)).split("\0")) - {""} for tokens in (corpus.train(), corpus.validation())
+    )
+    assert len(train) + len(held_out) == 200
+    assert not train & held_out
+    assert 2 <= len(held_out) <= 30, "about one file in twenty"
+
+
+def test_a_single_file_holds_out_its_end() -> None:
+    text = "".join(f"line {i}\n" for i in range(1000))
+    train, held_out = divide("0" * 64, text, whole=False)
+    assert train + held_out == text
+    assert 0.03 < len(held_out) / len(text) < 0.07
+
+
+def test_find_files_takes_files_folders_and_globs(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a.py": "a", "sub/b.py": "b", "sub/c.md": "c", ".hidden/d.py": "d"})
+    assert {path.name for path in find_files([str(folder)])} == {"a.py", "b.py", "c.md"}
+    assert {path.name for path in find_files([f"{folder}/**/*.py"])} == {"a.py", "b.py"}
+    assert [path.name for path in find_files([str(folder / "sub/c.md")])] == ["c.md"]
+    with pytest.raises(ValueError, match=r"--data .*nothing.*needed a file, a folder or a glob"):
+        find_files([str(folder / "nothing")])
+    write(tmp_path, {"lines/d.jsonl": '{"text": "d"}', "lines/e.txt": "e"})
+    for pattern in ("lines/d.jsonl", "lines", "lines/*"):
+        with pytest.raises(ValueError, match=r"--data .*lines/d\.jsonl': found JSON lines; needed plain text\. Write"):
+            find_files([str(tmp_path / pattern)])
+    assert [path.name for path in find_files([str(tmp_path / "lines/*.txt")])] == ["e.txt"]
+
+
+def test_the_standard_library_is_there_without_tests_or_installed_packages() -> None:
+    files = standard_library()
+    names = {path.name for path in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not any({"site-packages", "test", "tests"} & set(path.parts) for path in files)
+    assert sum(path.stat().st_size for path in files) > 3_000_000
+
+
+def test_windows_read_everything_once_an_epoch_in_an_order_of_the_seed_alone() -> None:
+    tokens = np.arange(1001, dtype=np.uint16)
+    windows = Windows(tokens, length=10, seed=3)
+    epoch = windows.shuffled(range(100))
+    assert epoch.shape == (100, 11)
+    assert sorted(epoch[:, 0].tolist()) == list(range(0, 1000, 10))
+    assert (epoch[:, 1:] - epoch[:, :-1] == 1).all(), "targets are the inputs, one on"
+    assert not np.array_equal(epoch, windows.shuffled(range(100, 200))), "the second epoch has an order of its own"
+    assert np.array_equal(windows.shuffled([42, 142]), Windows(tokens, length=10, seed=3).shuffled([42, 142]))
+    assert not np.array_equal(epoch, Windows(tokens, length=10, seed=4).shuffled(range(100)))
+    assert windows.spread(4)[:, 0].tolist() == [0, 250, 500, 750]
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_a_preset_a_file_or_a_type(tmp_path: Path) -> None:
+    import torch
+
+    with torch.device("meta"):
+        preset = build_model(model_config("nano", vocab=300, seq=32))
+        file = tmp_path / "config.json"
+        file.write_text(
+            json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 50257})
+        )
+        from_file = build_model(model_config(str(file), vocab=300, seq=32))
+        by_type = build_model(model_config("gpt2", vocab=300, seq=32))
+    assert len(blocks_of(preset)) == PRESETS["nano"][1]
+    assert len(blocks_of(from_file)) == 3
+    assert len(blocks_of(by_type)) == 12
+    assert {model.get_input_embeddings().weight.shape[0] for model in (preset, from_file, by_type)} == {300}
+
+
+def test_a_run_has_what_builds_its_model(tmp_path: Path) -> None:
+    """With the vocabulary that the tokenizer really has, and weights in fp32 whatever the configuration says."""
+    write(tmp_path / "text", documents(60))
+    corpus = prepare_corpus([str(tmp_path / "text")], vocab=2048, cache=tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "dtype": "bfloat16"}))
+    settings = Settings(out=str(tmp_path / "run"), model=str(file))
+    save_model(settings, corpus)
+    config = AutoConfig.from_pretrained(tmp_path / "run/model")
+    assert (config.vocab_size, config.dtype) == (corpus.vocab, torch.float32)
+    assert corpus.vocab < 2048
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert (len(tokenizer), tokenizer.eos_token_id) == (corpus.vocab, config.eos_token_id)
+    (Path(corpus.directory) / "tokenizer.json").unlink()
+    with pytest.raises(FileError, match=r"tokenizer.json: found nothing there; needed .* Remove its folder"):
+        save_model(settings, corpus)
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
+
+
+def summary(name: str, losses: list[float]) -> TrainingSummary:
+    points = tuple(Point(step=10 * i, seconds=5.0 * i, loss=loss) for i, loss in enumerate(losses))
+    return TrainingSummary(
+        name=name,
+        train=points[1:],
+        validation=points,
+        tokens=1000,
+        step_seconds=0.5,
+        tokens_per_second=100.0,
+        forward_backward=0.8,
+        optimizer=0.1,
+    )
+
+
+def test_the_crossing_is_read_between_two_validations() -> None:
+    curve = summary("muon", [8.0, 4.0, 3.0, 2.5]).validation
+    assert crossing_of(curve, 3.25) == (17.5, 8.75)
+    assert crossing_of(curve, 4.0) == (10.0, 5.0)
+    assert crossing_of(curve, 9.0) == (0.0, 0.0)
+    assert crossing_of(curve, 2.4) is None
+
+
+def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> None:
+    good, poor = [8.0, 4.0, 3.0, 2.5], [8.0, 5.0, 4.0, 3.5]
+    found = compare([summary("muon", good), summary("adamw", poor)])
+    assert found is not None
+    assert (found.faster, found.slower, found.steps, found.of_steps) == ("muon", "adamw", 15.0, 30)
+    assert "Muon reached AdamW's final validation loss of 3.500 after 15 of 30 steps (0.50×)" in str(found)
+    found = compare([summary("muon", poor), summary("adamw", good)])
+    assert found is not None
+    assert (found.faster, found.steps) == ("adamw", 15.0)
+    assert compare([summary("muon", good)]) is None
+    assert compare([summary("muon", good), summary("adamw", poor[:-1])]) is None
+
+
+def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
+    others = dict.fromkeys(("tokens", "seconds", *TIMES), 1)
+    for run in ("muon", "adamw"):
+        for step in (1, 2, 3):
+            append_metrics(tmp_path, run=run, step=step, loss=1 / 3, **others)
+    cut_metrics(tmp_path, "adamw", 1)
+    append_metrics(tmp_path, run="adamw", step=2, loss=0.1, **others)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"run": "adamw", "st')  # killed in the middle of a line
+    kept = [(r["run"], r["step"], r["loss"]) for r in read_metrics(tmp_path)]
+    assert kept == [("muon", 1, 1 / 3), ("muon", 2, 1 / 3), ("muon", 3, 1 / 3), ("adamw", 1, 1 / 3), ("adamw", 2, 0.1)]
+
+
+def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
+    assert latest_step(tmp_path / "none") is None
+    folders.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
+    for name in ("step-00000020", ".step-00000030.writing"):
+        (tmp_path / name).mkdir()
+    assert latest_step(tmp_path) == 10
+
+
+def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) -> None:
+    settings, write = (
+        Settings(out=str(tmp_path), optimizer="both", steps=20, warmup=0),
+        f"muonmesh train --resume {tmp_path}",
+    )
+    none = f"from the start, since it has no checkpoint: {write}"
+    assert continuation(tmp_path, settings) == f"Continue muon {none}"
+    for name, step, expected in (
+        ("muon", 10, f"Continue muon from step 10: {write}"),
+        ("muon", 20, f"Continue adamw {none}"),
+        ("adamw", 15, f"Continue adamw from step 15: {write}"),
+    ):
+        folders.write(checkpoints_of(tmp_path, name) / f"step-{step:08d}", {"weight": torch.ones(2)}, {})
+        assert continuation(tmp_path, settings) == expected
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "--lr 0": r"--lr 0.0: needed a positive, finite",
+    "--adamw-lr nan": r"--adamw-lr nan: needed a positive, finite",
+    "--steps 0": r"--steps 0: needed a whole number of at least 1",
+    "--warmup 12 --steps 12": r"--warmup 12: leaves none of the 12 steps. Write: --warmup 1",
+    "--clip -1": r"--clip -1.0: needed zero or more",
+    "--ranks 0": r"--ranks 0: needed a whole number of at least 1",
+    "--ranks 100000": r"--ranks 100000: needed at most 1024, since each is a process of this machine. Write: --ranks 2",
+    "--batch 3": r"--batch 3: cannot be divided over 2 ranks × 1 micro-steps; .* Write: --batch 4",
+    "--batch 4 --grad-accum 3": r"Write: --batch 6",
+    "--model nonsense": r"--model nonsense: .*Needed a preset \(nano",
+    "--model missing.json": r"--model missing.json: found nothing there; needed a transformers config.json",
+    "--model vit": r"--model: vit does not predict the next token",
+    "--model gpt2 --seq 2000": r"--model gpt2: reads at most 1024 tokens; --seq is 2000. Write: --seq 1024",
+    "--data nothing/here": r"--data 'nothing/here': found no file",
+    "--vocab 12": r"--vocab 12: needed a whole number of at least 257",
+    "--optimizer sgd": r"(?s)--optimizer.*sgd.*muon.*adamw.*both",
+    "--parallel zero": r"(?s)--parallel.*zero.*ddp.*fsdp.*hsdp",
+    "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needs a number of ranks that 2 divides. Write: --ranks 4",
+    "--schedule never": r"(?s)--schedule.*never.*cosine",
+    "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_values_fail_before_any_rank_starts(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = [] if "--resume" in line else ["--device", "cpu", "--out", "run"]
+    result = CliRunner().invoke(app, ["train", *line.split(), *device], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert re.search(WRONG[line], result.stderr), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_text_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": "too little"})
+    options = ["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    result = CliRunner().invoke(app, ["train", *options])
+    assert result.exit_code == 2
+    assert re.search(r"found \d+ tokens to learn from; needed more than 128", result.stderr)
+
+
+def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"thesis.txt": "the only copy"})
+    result = CliRunner().invoke(app, ["train", "--out", str(tmp_path / "run"), "--device", "cpu"])
+    assert result.exit_code == 2
+    assert f"--resume {tmp_path / 'run'}" in result.stderr
+
+
+def test_help_is_grouped_and_needs_no_model_library() -> None:
+    code = (
+        "import sys; sys.argv = ['muonmesh', 'train', '--help']\n"
+        "from muonmesh.tools.cli import main\n"
+        "try: main()\n"
+        "finally: print('loaded:', sorted({'transformers', 'tokenizers', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for group in ("What to learn", "How to learn", "Where to run", "What to keep"):
+        assert group in result.stdout
+    assert "loaded: []" in result.stdout
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from muonmesh.tools.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "needs typer" in result.stderr
+    assert "pip install 'muonmesh[train]'" in result.stderr
+
+
+# --- ranks that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "rank 1: ValueError: the third layer is on fire"),
+        pytest.param("kill", "rank 1: ended by SIGKILL", marks=pytest.mark.soak),
+    ],
+)
+def test_an_error_on_one_rank_ends_the_run_with_its_message(
+    how: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "WORKER", "tests.support.failing_worker")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch.py").write_text("raise ImportError('a file in the current folder replaced a module')")
+    (tmp_path / "how").write_text(how)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment = dict(os.environ)
+    start = time.monotonic()
+    try:
+        with pytest.raises(RankFailed, match=re.escape(message)):
+            launch(tmp_path, ranks=2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert time.monotonic() - start < 60
+    assert dict(os.environ) == environment, "a torchrun that this process starts has another launcher"
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty files of the standard library: enough to learn from, little to prepare."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted(standard_library(), key=lambda path: path.name)[:120:2]:
+        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def train(*options: object, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, options)]
+    env = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+
+
+def losses(run: Path) -> dict[tuple[str, int, str], float]:
+    """Every loss and validation loss of a run, by optimizer and step."""
+    return {
+        (record["run"], record["step"], key): record[key]
+        for record in read_metrics(run)
+        for key in ("loss", "validation_loss")
+        if key in record
+    }
+
+
+def stop_after(run: Path, optimizer: str, step: int, *options: object, rank: int | None = None) -> int:
+    """Start a run, press Ctrl-C once ``optimizer`` has finished ``step``, and return the exit code.
+
+    With ``rank``, only that rank hears of it.
+    """
+    process = subprocess.Popen([*COMMAND, *map(str, options)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not any(r["run"] == optimizer and r["step"] >= step and "loss" in r for r in read_metrics(run)):
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid if rank is None else process_of_rank(process.pid, rank), signal.SIGINT)
+    return process.wait(timeout=120)
+
+
+def process_of_rank(launcher: int, rank: int) -> int:
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"no rank {rank} among the children of {launcher}")
+
+
+@pytest.fixture(scope="module")
+def finished(runs: Path, text: Path) -> Path:
+    """An uninterrupted run of both optimizers."""
+    run = runs / "finished"
+    temporary = runs / "temporary"
+    temporary.mkdir()
+    options = (*TINY, "--data", text, "--out", run)
+    result = train(*options, temporary=temporary)
+    assert result.returncode == 0, result.stderr
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
+    assert left == [], "torch's launcher makes a directory for logs"
+    tokens = json.loads((run / "corpus.json").read_text())
+    told = f"{tokens['train_tokens']:,} tokens to learn from, {tokens['validation_tokens']:,} held out"
+    assert told in result.stdout
+    (run / "output.txt").write_text(result.stdout)
+    return run
+
+
+@pytest.fixture(scope="module")
+def stopped(runs: Path, text: Path) -> Path:
+    """The same run, but for a Ctrl-C in its first half that only one of its ranks heard of."""
+    run = runs / "stopped"
+    options = [*TINY, "--data", text, "--out", run]
+    assert stop_after(run, "muon", 3, *options, rank=1) == 130, "the other rank stops with it"
+    stopped_at = latest_step(run / "checkpoints" / "muon")
+    assert stopped_at is not None
+    assert 3 <= stopped_at <= STEPS
+    assert (run / "report.html").is_file(), "a stopped run is reported as far as it got"
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Path) -> None:
+    found = losses(finished)
+    for name in ("muon", "adamw"):
+        assert [step for run, step, key in found if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
+        assert [step for run, step, key in found if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
+        assert found[name, 0, "validation_loss"] == pytest.approx(math.log(400), rel=0.05)
+        assert found[name, STEPS, "validation_loss"] < found[name, 0, "validation_loss"] - 0.1
+    assert found["muon", 0, "validation_loss"] == found["adamw", 0, "validation_loss"], "other weights or other text"
+    assert found["muon", 1, "loss"] == found["adamw", 1, "loss"], "other weights or other batches"
+    assert found["muon", 2, "loss"] != found["adamw", 2, "loss"], "the same optimizer twice"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_after_its_last_step_is_whole(runs: Path, text: Path) -> None:
+    """Ctrl-C in the last validation, which is long: the run has nothing to go on with, and says nothing of stopping."""
+    run = runs / "stopped at the end"
+    options = (*TINY, "--data", text, "--out", run, "--optimizer", "muon", "--eval-sequences", 400)
+    assert stop_after(run, "muon", STEPS, *options) == 0
+    assert latest_step(run / "checkpoints" / "muon") == STEPS
+    assert losses(run)["muon", STEPS, "validation_loss"] > 0
+    assert (run / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
+    run = finished
+    output = (run / "output.txt").read_text()
+    assert "Muon" in output
+    assert "AdamW" in output
+    assert f"Report: {run / 'report.html'}" in output
+
+    page = (run / "report.html").read_text()
+    assert References(page).references == []
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert "color-scheme: light dark" in page
+    assert page.count("<svg") == page.count("</svg>") == 2
+    assert page.count("currentColor") > 20
+    assert "#010203" not in page
+    title = "Muon and AdamW on nano"
+    assert page.count(title) == 2
+    corpus = load_corpus_of(run)
+    for told in (
+        f"{corpus.source}, {corpus.files} files, {corpus.train_tokens:,} tokens to learn from",
+        "FSDP, ranks: 2, on cpu",
+        "0, of weights, data order and dropout",
+        f"torch {torch.__version__}",
+        "validation loss, last",
+        "perplexity of the held-out text",
+        "share of the optimizer",
+        "RMS of weight",
+        "adamw.embeddings",
+    ):
+        assert told in page, told
+    for name in ("muon", "adamw"):
+        sample = (run / f"sample-{name}.txt").read_text()
+        assert len(sample) > 64
+        assert html.escape(sample[:40]) in page
+    assert ("final validation loss of" in page) == (compare(summarise(run)) is not None)
+
+    settings = load_settings(run)
+    assert (settings.ranks, settings.warmup, settings.batch, settings.dtype in ("bf16", "fp32")) == (2, 1, 8, True)
+    environment = json.loads((run / "config.json").read_text())["environment"]
+    assert {"command", "date", "torch", "machine"} <= set(environment)
+
+    figures = json.loads((run / "report.json").read_text())
+    losses = {one["name"]: one["validation"][-1]["loss"] for one in figures["trainings"]}
+    assert losses == {summary.name: summary.final_validation_loss for summary in summarise(run)}
+
+    assert "model.layers.1.mlp.down_proj.weight" in (run / "explain-muon.txt").read_text()
+    assert "torch.optim.AdamW" in (run / "explain-adamw.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = page.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(told) == {field for record in read_metrics(finished) for field in record}
+
+
+@pytest.mark.slow
+def test_the_page_lists_the_files_of_a_run(finished: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = page.partition("| file in `runs/NAME/` |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert told == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
+
+
+@pytest.mark.slow
+def test_the_page_builds_the_trained_model(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss on the held-out text is the one that the run measured, but for its bf16."""
+    shutil.copytree(finished, tmp_path / "runs/night")
+    step = checkpoints_of(tmp_path / "runs/night", "muon") / f"step-{STEPS:08d}"
+    step.rename(step.with_name("step-00000600"))
+    monkeypatch.chdir(tmp_path)
+    (names,) = run_page("docs/training.md", {})
+    model, corpus = names["model"], load_corpus_of(finished)
+    encode, held_out = names["tokenizer"].encode, corpus.validation()
+    assert names["tokens"].shape[1] > len(encode("def "))
+    assert encode(names["tokenizer"].decode(held_out[:500]))[:400] == held_out[:400].tolist()
+    windows = torch.from_numpy(Windows(held_out, length=32, seed=0).spread(10))
+    with torch.no_grad():
+        loss = cross_entropy(model(input_ids=windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert float(loss) == pytest.approx(losses(finished)["muon", STEPS, "validation_loss"], abs=0.01)
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
+    for record in read_metrics(finished):
+        if "loss" in record:
+            parts = [record[f"{part}_seconds"] for part in ("forward_backward", "optimizer")]
+            assert min(parts) > 0
+            assert sum(parts) <= record["step_seconds"]
+
+
+@pytest.mark.slow
+def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
+    place = checkpoints_of(finished, "muon") / f"step-{STEPS:08d}"
+    found = momenta(place)
+    assert found["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
+    assert len(found) == 7 * PRESETS["nano"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_a_checkpoint_has_the_learning_rate_of_its_step(name: Any, finished: Path) -> None:
+    saved = json.loads((checkpoints_of(finished, name) / f"step-{STEPS:08d}" / "settings.json").read_text())
+    (last,) = (r["lr"] for r in read_metrics(finished) if (r["run"], r["step"]) == (name, STEPS) and "lr" in r)
+    assert {group["settings"]["lr"] for group in saved["groups"]} == {last}
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stopped: Path, runs: Path) -> None:
+    run = shutil.copytree(stopped, runs / "resumed")
+    assert stop_after(run, "adamw", 2, "--resume", run) == 130
+    assert latest_step(run / "checkpoints" / "muon") == STEPS
+    assert train("--resume", run).returncode == 0
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
+    finished: Path, stopped: Path, runs: Path
+) -> None:
+    run = shutil.copytree(stopped, runs / "other-layout")
+    # As if it had crashed at its very end, and this were the last checkpoint it had written.
+    shutil.copy(finished / "metrics.jsonl", run / "metrics.jsonl")
+    result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
+    assert result.returncode == 0, result.stderr
+    found, expected = losses(run), losses(finished)
+    assert found.keys() == expected.keys()
+    assert 0 < max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
+    assert len(read_metrics(run)) == len(read_metrics(finished)), "lines written twice"
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, stopped: Path, runs: Path) -> None:
+    run = shutil.copytree(stopped, runs / "without-checkpoints")
+    shutil.rmtree(run / "checkpoints")
+    result = train("--resume", run)
+    assert result.returncode == 0, result.stderr
+    told = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
+    assert told in result.stderr
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
+    assert result.exit_code == 2
+    assert "found --lr 1.0, and 0.006 in that run; needed the same" in result.stderr
+
+
+def short_train(run: Path, text: Path, *options: object) -> str:
+    """Run the command for three steps an optimizer; what it printed."""
+    line = ("--data", text, "--vocab", 400, "--steps", 3, "--eval-sequences", 8, "--device", "cpu", "--out", run)
+    result = train(*line, *options)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+    assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
+    assert (run / "report.html").is_file()
+    optimizers = load_settings(run).optimizers
+    assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3] * len(optimizers)
+    return result.stdout
+
+
+class References(HTMLParser):
+    """Every address a page refers to."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+
+def test_settings_survive_their_file(tmp_path: Path) -> None:
+    settings = Settings(out=str(tmp_path), data=("a", "b"), steps=7, warmup=0, lr=1 / 3)
+    settings.save({"torch": "any"})
+    assert load_settings(tmp_path) == settings
+    assert load_settings(tmp_path, ranks=4).ranks == 4
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "colour": "red"}))
+    with pytest.raises(ValueError, match=r"found 'colour', which means nothing"):
+        load_settings(tmp_path)

@@ -1,0 +1,111 @@
+"""torchrun over two hosts: a wire that delays and loses changes nothing, one that is cut ends both in time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
+from tests.support import two_levels_worker
+from tests.support.kills import COMMAND, begun_like, learn_from, losses, options
+from tests.support.links import Host, two_hosts
+
+STEPS = 12
+TIMEOUT = 20  # seconds of a collective: beyond what a loaded machine needs for a step
+CAUSES = ("did not meet in", "Timed out waiting", "Connection closed", "Connection reset", "does not answer")
+
+
+def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--node-rank", str(number), "--master-addr", first.address, "--master-port", "29519"]
+    command += ["--local-addr", host.address, "-m", "muonmesh.tools.cli.worker", str(run)]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface}
+    with log.open("w") as output:
+        return host.start(*command, env=env, stdout=output, stderr=output)
+
+
+def both(hosts: tuple[Host, Host], run: Path, folder: Path, name: str) -> list[tuple[subprocess.Popen[str], Path]]:
+    logs = [folder / f"{name}-{number}.txt" for number in range(2)]
+    return [(torchrun(host, n, hosts[0], run, log), log) for n, (host, log) in enumerate(zip(hosts, logs, strict=True))]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
+    """About two minutes."""
+    with two_hosts(delay=0.002, loss=0.005) as (one, other, wire):
+        text = learn_from(tmp_path)
+        whole, run = tmp_path / "whole", tmp_path / "cut"
+        asked = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
+        subprocess.run([*COMMAND, *asked], check=True, stdout=subprocess.DEVNULL)
+        begun_like(whole, run)
+
+        started = both((one, other), run, tmp_path, "cut")
+        deadline = time.monotonic() + 300
+        while (latest_step(checkpoints_of(run, "muon")) or 0) < 3:
+            assert all(process.poll() is None for process, _ in started), [log.read_text() for _, log in started]
+            assert time.monotonic() < deadline, [log.read_text() for _, log in started]
+            time.sleep(0.01)
+        other.cut()
+        cut = time.monotonic()
+        for process, log in started:
+            assert process.wait(timeout=300) == 1
+            told = log.read_text()
+            assert any(cause in told for cause in CAUSES), told
+            print(next(line for line in told.splitlines() if any(cause in line for cause in CAUSES)))
+        seconds = time.monotonic() - cut
+        assert seconds < 5 * TIMEOUT
+        assert one.processes() == other.processes() == []
+        reached = latest_step(checkpoints_of(run, "muon"))
+        assert reached is not None
+        assert 3 <= reached < STEPS
+        other.mend()
+
+        for process, log in both((one, other), run, tmp_path, "resumed"):
+            assert process.wait(timeout=300) == 0, log.read_text()
+        assert one.processes() == other.processes() == []
+        assert losses(run) == losses(whole), "bit for bit, over a wire that delays and loses"
+        assert not (run / "errors").exists()
+        assert wire.carried > 1000
+        assert wire.lost > 0
+        print(f"cut at step {reached}: both ended within {seconds:.1f} s; {wire.carried} packets, {wire.lost} lost")
+
+
+def stepped(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[str, Any]]:
+    """What each of two ranks on each of two hosts writes."""
+    file, started = folder / f"{machine}", []
+    for number, host in enumerate(hosts):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+        command += ["--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29523"]
+        command += ["--local-addr", host.address, two_levels_worker.__file__, str(file), host.interface, str(machine)]
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        started.append(host.start(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    for process in started:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+    return [json.loads(file.with_suffix(f".{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_one_copy_of_the_results_leaves_each_of_two_hosts(tmp_path: Path) -> None:
+    """Counted by the kernel at the interfaces, packets and acknowledgements too."""
+    with two_hosts() as (one, other, _):
+        for host in (one, other):
+            host.widen(16000)
+        told, not_told = (stepped((one, other), tmp_path, machine) for machine in (2, 0))
+    result = 2 * sum(map(math.prod, two_levels_worker.SHAPES))  # bytes in bf16
+    passed, plain = (some[0]["left"] + some[2]["left"] for some in (told, not_told))
+    print(f"left the hosts in a step: {passed:.0f} bytes, {plain:.0f} without passing on; one copy: {result}")
+    assert [some["machine"] for some in (*told, *not_told)] == [2] * 4 + [0] * 4
+    assert all(some["weights"] == told[0]["weights"] for some in (*told, *not_told))
+    assert result <= passed <= 1.05 * result
+    assert 2 * result <= plain <= 2.1 * result
