@@ -162,10 +162,7 @@ class Communicator:
 
     def _messages(self, move: AllToAll) -> list[dist.Work | None]:
         tag = next(self._tags)
-        arriving, leaving = (
-            torch.split(move.receive, move.received),
-            torch.split(move.send, move.sent),
-        )
+        arriving, leaving = torch.split(move.receive, move.received), torch.split(move.send, move.sent)
         return [
             *(dist.irecv(p, group=self.group, group_src=r, tag=tag) for r, p in enumerate(arriving) if p.numel()),
             *(dist.isend(p, group=self.group, group_dst=r, tag=tag) for r, p in enumerate(leaving) if p.numel()),

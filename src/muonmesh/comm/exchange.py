@@ -83,7 +83,7 @@ class Exchange:
     ) -> None:
         self.plan, self.group, self.communicator = plan, group, Communicator(plan.ranks, group)
         self._dtype, self._device, self._batching = dtype, device, batching
-        self._matrix_sums = MatrixSums(plan, rank=self.communicator.rank, device=device, communicator=self.communicator)
+        self._matrix_sums = MatrixSums(plan, rank=self.communicator.rank, device=device, by=self.communicator)
         self._local_sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
         beside = FactoredPlan.beside(plan)
         self._carried = None if beside is None else FactoredExchange(beside, self.communicator, factored_dtype, device)

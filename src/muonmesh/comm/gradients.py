@@ -197,13 +197,9 @@ def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tenso
         return local_of(gradient)
     # Partial only along axes that replicate the parameter: along others the local part has another shape.
     partial = all(
-        of_gradient == of_parameter
-        or (
-            type(of_gradient) is Partial
-            and of_gradient.reduce_op in REDUCTIONS
-            and isinstance(of_parameter, TorchReplicate)
-        )
-        for of_gradient, of_parameter in zip(gradient.placements, parameter.placements, strict=False)
+        source_at == target_at
+        or (type(source_at) is Partial and source_at.reduce_op in REDUCTIONS and isinstance(target_at, TorchReplicate))
+        for source_at, target_at in zip(gradient.placements, parameter.placements, strict=False)
     )
     if not partial or gradient.device_mesh != parameter.device_mesh:
         problem = f"a gradient placed {tuple(gradient.placements)}"
@@ -224,13 +220,9 @@ def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
         return gradient
     placements = list(gradient.placements)
     cut = [getattr(placement, "dim", None) for placement in parameter.placements]
-    for axis, (of_gradient, of_parameter) in enumerate(zip(gradient.placements, parameter.placements, strict=True)):
-        if (
-            isinstance(of_gradient, TorchReplicate)
-            and type(of_parameter) is TorchShard
-            and cut.count(of_parameter.dim) == 1
-        ):
-            placements[axis] = of_parameter
+    for axis, (source_at, target_at) in enumerate(zip(gradient.placements, parameter.placements, strict=True)):
+        if isinstance(source_at, TorchReplicate) and type(target_at) is TorchShard and cut.count(target_at.dim) == 1:
+            placements[axis] = target_at
     return gradient if placements == list(gradient.placements) else gradient.redistribute(placements=placements)
 
 

@@ -29,13 +29,11 @@ class MatrixSums:
         plan: The plan of these matrices.
         rank: The rank of this process.
         device: The device of the matrices.
-        communicator: Sends to the other ranks; None if only this rank holds the matrices.
+        by: Sends to the other ranks; None if only this rank holds the matrices.
     """
 
-    def __init__(
-        self, plan: Plan, *, rank: int, device: torch.device, communicator: Communicator | None = None
-    ) -> None:
-        self._plan, self._device, self._communicator = plan, device, communicator
+    def __init__(self, plan: Plan, *, rank: int, device: torch.device, by: Communicator | None = None) -> None:
+        self._plan, self._device, self._communicator = plan, device, by
         self._counts = cache(partial(plan.counts, rank=rank))
 
     def take(

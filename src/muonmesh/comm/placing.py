@@ -85,28 +85,26 @@ def storage_of(name: str, tensor: Tensor, replicas: Sequence[int] | None, declar
         return Storage(layout, shape, mesh, tuple(tensor.placements))
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
-            message = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
-            message += "says that every rank holds all of it. Write "
-            message += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
-            raise LayoutError(about(name, message))
+            text = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
+            text += "says that every rank holds all of it. Write "
+            text += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
+            raise LayoutError(about(name, text))
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
     return Storage(None if world_size() > 1 else MeshLayout.replicated(shape, (0,)), shape)
 
 
 def nobody_said(name: str) -> LayoutError:
     """Return the error for a plain tensor whose ranks are unknown."""
-    message = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
-    message += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
-    message += "Under DDP, or if your loop averages the gradients of all ranks, write "
-    message += (
-        'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
-    )
-    message += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
-    message += (
+    text = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
+    text += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
+    text += "Under DDP, or if your loop averages the gradients of all ranks, write "
+    text += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
+    text += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
+    text += (
         f"it: layouts={{{name!r}: (mesh, placements)}}. Leave out ZeroRedundancyOptimizer: ranks share the work, and "
     )
-    message += "with shard_state=True the state"
-    return LayoutError(about(name, message))
+    text += "with shard_state=True the state"
+    return LayoutError(about(name, text))
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
@@ -116,13 +114,11 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         LayoutError: FSDP1 has flattened the parameter, and several ranks run.
     """
     if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
-        message = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
-        message += (
-            "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
-        )
-        message += "with use_orig_params=True, then write "
-        message += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
-        raise LayoutError(about(name, message))
+        text = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
+        text += "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
+        text += "with use_orig_params=True, then write "
+        text += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
+        raise LayoutError(about(name, text))
 
 
 def ranks_of(
@@ -225,13 +221,11 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
         copies = [tuple(rank + peer - me for rank in ranks) for peer in replicas]
     everyone = [rank for copy in copies for rank in copy]
     if ranks not in copies or len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(world_size())):
-        message = f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
-        message += (
-            "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
-        )
-        message += "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
-        message += "ProcessGroup of this rank's replicas"
-        raise LayoutError(about(name, message))
+        text = f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
+        text += "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
+        text += "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
+        text += "ProcessGroup of this rank's replicas"
+        raise LayoutError(about(name, text))
     return copied(layout, copies)
 
 

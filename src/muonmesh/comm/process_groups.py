@@ -49,12 +49,9 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
     if honest is None:
-        problem, needed = (
-            f"torch {torch.__version__}, which names groups in another way",
-            "a version that muonmesh knows",
-        )
+        problem = f"torch {torch.__version__}, which names groups in another way"
         write = "Install the newest muonmesh, or pass a process group of exactly these ranks (Muon(process_group=...))"
-        raise PlanError(explain_error(f"a group of the ranks {key}", problem, needed, write))
+        raise PlanError(explain_error(f"a group of the ranks {key}", problem, "a version that muonmesh knows", write))
     name = f"muonmesh {key} {_group_counts[key]}"
     _group_counts[key] += 1
     distributed_c10d._hash_ranks_to_str = lambda ranks: name

@@ -85,8 +85,8 @@ def failure_of_others() -> str | None:
     until = time.monotonic() + GRACE
     while notes := _notes():
         if time.monotonic() >= until:
-            rank, (_, message) = next(iter(notes.items()))
-            return f"rank {rank}: {message}"
+            rank, (_, text) = next(iter(notes.items()))
+            return f"rank {rank}: {text}"
         time.sleep(0.05)
     return None
 
@@ -99,9 +99,9 @@ def _notes() -> dict[int, tuple[int, str]]:
     notes = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, message = json.loads(store.get(f"failed/{rank}"))
+            count, text = json.loads(store.get(f"failed/{rank}"))
             if count > _failures_of.get(rank, 0):
-                notes[rank] = count, message
+                notes[rank] = count, text
     return notes
 
 
@@ -143,9 +143,8 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
             ranks, count = waiting.pop()
             _wait_for(store, f"{ranks}/{count}", ranks)
             answers = store.multi_get([f"{ranks}/{count}/{rank}" for rank in ranks]) if ranks != world else []
-            fresh = {
-                (tuple(others), counted) for answer in answers for others, counted in json.loads(answer)
-            } - announcements
+            fresh = {(tuple(others), number) for answer in answers for others, number in json.loads(answer)}
+            fresh -= announcements
             announcements |= fresh
             waiting += fresh
     except PlanError:
@@ -170,9 +169,9 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = ranks_as_text([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
-            message = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
-            message += "parameters. If a rank has died, its launcher names it"
-            raise PlanError(about("the first step", message))
+            text = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
+            text += "parameters. If a rank has died, its launcher names it"
+            raise PlanError(about("the first step", text))
         time.sleep(pause)
         pause = min(0.05, 1.5 * pause)
 
@@ -215,14 +214,10 @@ def naming_missing_ranks(ranks: Sequence[int], key: str, when: str, name: str) -
     except (PlanError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        message = (
-            f"The ranks {ranks_as_text(ranks)} did not meet in {name}. {_who_is_missing(ranks, key, when, name)}. "
-        )
-        message += (
-            "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
-        )
-        message += f"The cause as torch tells it: {reason(error)}"
-        raise PlanError(about(when, message)) from error
+        text = f"The ranks {ranks_as_text(ranks)} did not meet in {name}. {_who_is_missing(ranks, key, when, name)}. "
+        text += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
+        text += f"The cause as torch tells it: {reason(error)}"
+        raise PlanError(about(when, text)) from error
 
 
 def _who_is_missing(ranks: Sequence[int], key: str, when: str, name: str) -> str:

@@ -50,15 +50,14 @@ def insist_on_equal(group: dist.ProcessGroup | None, lines: Mapping[str, str]) -
                 needed = "the same weights and state on every rank that holds it"
                 write = "Seed alike before you build the model, or broadcast its weights. Load state on every rank"
             raise PlanError(explain_error(name, problem, needed, write))
-    message = "The settings of the param groups differ between ranks. Set them alike on every rank"
-    raise PlanError(about("the groups", message))
+    text = "The settings of the param groups differ between ranks. Set them alike on every rank"
+    raise PlanError(about("the groups", text))
 
 
 def union(group: dist.ProcessGroup | None, names: Sequence[str]) -> list[str]:
     """Return the names of all ranks of a group, each name once and in the same order on every rank."""
-    return list(
-        dict.fromkeys(name for names_of_rank in gather_objects(list(names), group=group) for name in names_of_rank)
-    )
+    names_by_rank = gather_objects(list(names), group=group)
+    return list(dict.fromkeys(itertools.chain.from_iterable(names_by_rank)))
 
 
 def merged(views: Sequence[View], ranks: Sequence[int]) -> View:
@@ -118,7 +117,7 @@ def _key(parameter: Parameter | Elementwise) -> tuple[str, tuple[int, ...]]:
 def _first_difference(a: int, lines_a: list[str], b: int, lines_b: list[str]) -> PlanError:
     pairs = itertools.zip_longest(lines_a, lines_b, fillvalue="nothing more")
     difference = next((pair for pair in pairs if pair[0] != pair[1]), ("?", "?"))
-    message = f"Rank {a} has '{difference[0]}', where rank {b} has '{difference[1]}'. Every rank needs the same "
-    message += "parameters, in the same order, with the same settings. Build the model and the param groups in the "
-    message += "same way on every rank"
-    return PlanError(about("the plans differ", message))
+    text = f"Rank {a} has '{difference[0]}', where rank {b} has '{difference[1]}'. Every rank needs the same "
+    text += "parameters, in the same order, with the same settings. Build the model and the param groups in the "
+    text += "same way on every rank"
+    return PlanError(about("the plans differ", text))

@@ -256,14 +256,8 @@ def stages_of(
             places = _places(plan, batches)
             reads = _in_matrices(gather_routes.stored.get(rank, ()), places) + packed.on_wire(len(batches))
             reads += () if gather_routes is back else _not_sent(plan, rank, moving, reads)
-            gather_fields = (
-                len(stages),
-                f"bucket {number}",
-                moving,
-                _local(plan, rank, waiting, batching),
-                packed,
-                gathers,
-            )
+            local = _local(plan, rank, waiting, batching)
+            gather_fields = len(stages), f"bucket {number}", moving, local, packed, gathers
             scatter_fields = exchanges, plan.fits(number), first, plan.summed(moving)
             tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
             shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
@@ -296,10 +290,10 @@ def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) ->
     batches = []
     for batch in _batches(plan, numbers, batching, stays=True):
         places = _places(plan, [batch])
-        rows_by_direction = (
-            [row for number in batch for row in plan.rows(number, rank, gather=gather)] for gather in (True, False)
+        reads, writes = (
+            PieceTable(tuple(_in_matrices([row for n in batch for row in plan.rows(n, rank, gather=gather)], places)))
+            for gather in (True, False)
         )
-        reads, writes = (PieceTable(tuple(_in_matrices(rows, places))) for rows in rows_by_direction)
         shape = plan.assignments[batch[0]].matrix.shape
         batches.append(LocalBatch(batch, shape, plan.summed(batch), reads, writes))
     return batches

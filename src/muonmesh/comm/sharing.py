@@ -45,10 +45,8 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
     outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not have
     if outside:
         peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
-        candidates = [g for g in (group, *root_of(mesh).get_all_groups()) if g is not None]
-        if (
-            other := next((g for g in candidates if sorted(dist.get_process_group_ranks(g)) == peers), None)
-        ) is not None:
+        groups = [g for g in (group, *root_of(mesh).get_all_groups()) if g is not None]
+        if (other := next((g for g in groups if sorted(dist.get_process_group_ranks(g)) == peers), None)) is not None:
             grid = torch.tensor(layout.ranks, dtype=torch.int64, device="cpu").view(layout.mesh)
             groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
             mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)

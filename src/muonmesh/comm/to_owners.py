@@ -111,10 +111,8 @@ class ToOwners(GradientSource):
 
     def scaler_error(self) -> Exception | None:
         """Return the error for a GradScaler: it reads only ``.grad``, so it does not see gradients at their owners."""
-        message = (
-            "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
-        )
-        return LayoutError(about("gradients='to_owners'", message + "leave out gradients='to_owners'"))
+        text = "A GradScaler does not see gradients that are at their owners. Train in bf16 without a GradScaler, or "
+        return LayoutError(about("gradients='to_owners'", text + "leave out gradients='to_owners'"))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,10 +167,8 @@ class ToOwners(GradientSource):
             # Steps are counted from 0 again. Gradients that no step has read stay for the next step.
             self._step = 0 if self._step == self._steps_begun else -1
         elif group is not None:
-            self._agreements, self._communicator = (
-                Communicator(ranks, host_group(group)),
-                Communicator(ranks, new_group(ranks)),
-            )
+            self._agreements = Communicator(ranks, host_group(group))
+            self._communicator = Communicator(ranks, new_group(ranks))
         if self._unhook is not None:
             self._unhook()
         if group is None:
@@ -313,8 +309,8 @@ class ToOwners(GradientSource):
             self._arrived(sent)
         self._dropped = []
         if differ:
-            message = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, "
-            raise PlanError(about("the gradients", message + "after the same backward passes"))
+            text = "zero_grad() dropped gradients on some ranks and not on others. Call zero_grad() on all ranks, "
+            raise PlanError(about("the gradients", text + "after the same backward passes"))
         rounds = sum(agreed.answers("rounds").tolist())
         if rounds and self._step != step:
             self._averages.clear()
@@ -357,9 +353,7 @@ class ToOwners(GradientSource):
             own_segment = self._start("AdamW's gradients", segments, [sizes[self._me]] * len(sizes))
             average = mean(self._arrived(own_segment)).to(dtype)
             others = self._start("averages of AdamW's", [average] * len(sizes), sizes)
-            parts = torch.split(
-                torch.cat(list(self._arrived(others))), [flat_gradient.numel() for flat_gradient in gradients]
-            )
+            parts = torch.split(torch.cat(list(self._arrived(others))), [g.numel() for g in gradients])
             for (tensor, gradient), local, part in zip(same, gradients, parts, strict=True):
                 local.copy_(part.view(local.shape))
                 self._reduced[tensor] = gradient, local._version

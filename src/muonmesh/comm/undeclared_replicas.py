@@ -111,18 +111,14 @@ def insist_on_averages(sums_of: Mapping[int, Mapping[int, Sums]], ask: Callable[
                 by_name, other_by_name = everyone[other][key], everyone[rank][key]
                 name = max(by_name, key=lambda name: _distance(by_name[name], other_by_name[name]))
                 (norm, product), (norm_there, product_there) = by_name[name], other_by_name[name]
-                message = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
-                message += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
-                message += (
-                    f"{product_there:.4g}). Nothing has averaged them, or ranks step optimizers in another order. "
-                )
-                message += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
-                message += (
-                    "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
-                )
-                message += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "
-                message += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
-                raise LayoutError(about(name, message + 'process_group="local"'))
+                text = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
+                text += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
+                text += f"{product_there:.4g}). Nothing has averaged them, or ranks step optimizers in another order. "
+                text += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
+                text += "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
+                text += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "
+                text += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
+                raise LayoutError(about(name, text + 'process_group="local"'))
 
 
 def _differ(a: Sums | None, b: Sums | None) -> bool:
@@ -136,11 +132,9 @@ def _distance(a: Sums, b: Sums) -> float:
 
 
 def _doubtful(name: str, difference: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
-    message = f"Parameters of this name have different {difference} on the ranks {tuple(first)} and {tuple(other)}. If "
-    message += (
-        "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
-    )
-    message += "gradients (SequenceParallel() for a norm). If these are two parameters, write "
-    message += 'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
-    message += "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm"
-    return LayoutError(about(name, message))
+    text = f"Parameters of this name have different {difference} on the ranks {tuple(first)} and {tuple(other)}. If "
+    text += "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
+    text += "gradients (SequenceParallel() for a norm). If these are two parameters, write "
+    text += 'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
+    text += "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm"
+    return LayoutError(about(name, text))

@@ -40,8 +40,8 @@ def average_instead(source: object, model: nn.Module) -> None:
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         if inner.static_graph:
-            message = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
-            raise ValueError(about("gradients='to_owners'", message + "to muonmesh. Leave out static_graph"))
+            text = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
+            raise ValueError(about("gradients='to_owners'", text + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
         _averaging_sources[inner] = _averaging_sources.get(inner, 0) + 1
         weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
@@ -66,11 +66,8 @@ def living(kind: type[Living]) -> list[Living]:
 def wrappers_of(tensors: Collection[Tensor]) -> tuple[weakref.ref[DistributedDataParallel], ...]:
     """Return the existing DistributedDataParallel wrappers that hold some of these parameters; see `living`."""
     identities = set(map(id, tensors))
-    holding = [
-        wrapper
-        for wrapper in living(DistributedDataParallel)
-        if any(id(p) in identities for p in wrapper.module.parameters())
-    ]
+    wrappers = living(DistributedDataParallel)
+    holding = [w for w in wrappers if any(id(p) in identities for p in w.module.parameters())]
     return tuple(map(weakref.ref, holding))
 
 
@@ -132,14 +129,10 @@ def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | No
         if name not in averaging:
             if isinstance(tensor, DTensor):
                 continue
-            message = (
-                f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
-            )
-            message += (
-                'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
-            )
-            message += "out of the param groups"
-            raise LayoutError(about(name, message))
+            text = f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
+            text += 'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
+            text += "out of the param groups"
+            raise LayoutError(about(name, text))
         other = dist.get_process_group_ranks(averaging[name])
         if other != ranks:
             found_ranks = f"a DistributedDataParallel of ranks {other}, while that of {first} has ranks {ranks}"

@@ -14,11 +14,8 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
     stored: list[tuple[str, Layout]] = [(other.name, other.target) for other in elementwise]
     for parameter in parameters:
-        places = [parameter.momentum_storage, parameter.target, *(state.layout for state in parameter.factored_states)]
-        stored += [
-            (parameter.name, stored_layout)
-            for stored_layout in {id(stored_layout): stored_layout for stored_layout in places}.values()
-        ]
+        layouts = [parameter.momentum_storage, parameter.target, *(s.layout for s in parameter.factored_states)]
+        stored += [(parameter.name, layout) for layout in {id(layout): layout for layout in layouts}.values()]
     for name, layout in stored:
         try:
             layout.prove_cover()

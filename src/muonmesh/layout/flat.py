@@ -99,9 +99,7 @@ class FlatShards:
             intervals_at: Returns the intervals that a rank holds, from the rank and its place on each axis.
             sizes: The size of each rank's buffer. Default: that of its intervals, so that the parameter is alone there.
         """
-        copied = [
-            n for n, placement in enumerate(within.placements) if n not in axes and isinstance(placement, Replicate)
-        ]
+        copied = [n for n, p in enumerate(within.placements) if n not in axes and isinstance(p, Replicate)]
         intervals, replicas = [], dict[tuple[int, ...], list[int]]()
         for rank in within.ranks:
             at = within.at(rank)
@@ -155,12 +153,11 @@ class FlatShards:
     def parts(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the parts (see `part_count`) that ``rank`` holds."""
         runs = self._runs()
-        own_blocks = self.within.blocks(rank)
+        stored, intervals = self.within.blocks(rank), self.intervals_of(rank)
         return tuple(
             number
             for number, (blocks, low, high) in enumerate(runs)
-            if blocks == own_blocks
-            and any(i.first <= low and high <= i.first + i.length for i in self.intervals_of(rank))
+            if blocks == stored and any(i.first <= low and high <= i.first + i.length for i in intervals)
         )
 
     def part_count(self) -> int:

@@ -116,9 +116,8 @@ class MeshLayout:
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
             problem = f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks"
-            raise LayoutError(
-                explain_error("MeshLayout", problem, "a placement for each axis and a rank for each place")
-            )
+            needed = "a placement for each axis and a rank for each place"
+            raise LayoutError(explain_error("MeshLayout", problem, needed))
         for placement in self.placements:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
                 problem, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"

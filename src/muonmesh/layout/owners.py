@@ -47,11 +47,8 @@ def assign_owners(
     unavoidable = max(mean, -jobs[0][0] if jobs else 0)
     owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
-        owner = (
-            fixed_owners.get((parameters[number].name, parameters[number].target.ranks, index), -1)
-            if fixed_owners
-            else -1
-        )
+        parameter = parameters[number]
+        owner = fixed_owners.get((parameter.name, parameter.target.ranks, index), -1) if fixed_owners else -1
         if owner not in parameters[number].target.ranks:
             owner = loads.least(everywhere[number])
             holders = _holders_of_all(parameters[number].momentum_storage, matrix)

@@ -92,11 +92,9 @@ class Relay:
         receivers = list(self.layout.replica(owner) if self.parts else self.layout.ranks) if rank == owner else []
         if (part := self.parts.get(rank)) is not None:
             circle = self._circle(owner)
-            own_distance = circle.index(self.layout.replica_number(rank))
-            later = range(own_distance + 1, len(circle))
-            receivers += [
-                part[circle[distance]] for distance in later if self._before(distance, limit)[0] == own_distance
-            ]
+            start = circle.index(self.layout.replica_number(rank))
+            later = range(start + 1, len(circle))
+            receivers += [part[circle[distance]] for distance in later if self._before(distance, limit)[0] == start]
         return [(receiver, self.incoming(owner, receiver, limit)[1]) for receiver in receivers]
 
     def _before(self, distance: int, limit: int) -> tuple[int, int]:

@@ -228,13 +228,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) 
         "",
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe().partition(" (")[0],  # without the fingerprint of flat shards
-        dict(
-            Counter(
-                orthogonalizer.owner
-                for orthogonalizer in planned.plan.assignments
-                if orthogonalizer.parameter == number
-            )
-        ),
+        dict(Counter(a.owner for a in planned.plan.assignments if a.parameter == number)),
         sum(parameter.flops),
         0,
         max(step.rms for step in steps),

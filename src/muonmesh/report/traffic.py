@@ -82,10 +82,7 @@ def _carried(plan: Plan, rank: int) -> Carried:
     beside = FactoredPlan.beside(plan)
     directions = () if beside is None else directions_of(beside.plan, rank, plan.ranks).values()
     return Carried(
-        *(
-            sum(counts)
-            for counts in zip(*((moves, packed.sends, packed.receives) for packed, moves in directions), strict=True)
-        )
+        *map(sum, zip(*((moves, packed.sends, packed.receives) for packed, moves in directions), strict=True))
     )
 
 
