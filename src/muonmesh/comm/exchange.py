@@ -83,8 +83,7 @@ class Exchange:
     ) -> None:
         self.plan, self.group, self.communicator = plan, group, Communicator(plan.ranks, group)
         self._dtype, self._device, self._batching = dtype, device, batching
-        self._matrix_sums = MatrixSums(plan, rank=self.communicator.rank, device=device, by=self.communicator)
-        self._local_sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
+        self._sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
         beside = FactoredPlan.beside(plan)
         self._carried = None if beside is None else FactoredExchange(beside, self.communicator, factored_dtype, device)
 
@@ -161,7 +160,7 @@ class Exchange:
         callbacks.compute(batch.assignments, x, out)
         updates = Elements(batch.writes, (out,))
         if batch.summed:
-            self._local_sums.take(batch.summed, updates, callbacks.summands)
+            self._sums.take(batch.summed, updates, callbacks.summands)
         callbacks.finalize(updates)
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
@@ -253,7 +252,7 @@ class Exchange:
         """
         if current.summed:
             views = [view for elements in (current.staying, arrived) if elements is not None for view in elements]
-            self._matrix_sums.take(current.summed, views, callbacks.summands, name=current.stage.name)
+            self._sums.take(current.summed, views, callbacks.summands, self.communicator, name=current.stage.name)
             current.summed = {}
             self._write_what_stays(current, callbacks)
 

@@ -29,11 +29,10 @@ class MatrixSums:
         plan: The plan of these matrices.
         rank: The rank of this process.
         device: The device of the matrices.
-        by: Sends to the other ranks; None if only this rank holds the matrices.
     """
 
-    def __init__(self, plan: Plan, *, rank: int, device: torch.device, by: Communicator | None = None) -> None:
-        self._plan, self._device, self._communicator = plan, device, by
+    def __init__(self, plan: Plan, *, rank: int, device: torch.device) -> None:
+        self._plan, self._device = plan, device
         self._counts = cache(partial(plan.counts, rank=rank))
 
     def take(
@@ -41,16 +40,19 @@ class MatrixSums:
         counts: Mapping[int, int],
         updates: Iterable[tuple[Row, Tensor]],
         summands: SumCallbacks,
+        communicator: Communicator | None = None,
         *,
         name: str = "a matrix",
     ) -> None:
-        """Compute sums over some matrices, and pass them to ``summands``. All ranks call this for the same matrices.
+        """Compute sums over some matrices, and pass them to ``summands``.
 
         Args:
             counts: `Plan.summed` of the matrices, at least one.
             updates: The updates of the pieces that this rank stores. Pieces that do not count (`Plan.counts`), and
                 pieces of other matrices, are ignored.
             summands: Computes this rank's contributions, and receives the sums.
+            communicator: Sends to the other ranks, which all call this for the same matrices. None if only this rank
+                holds the matrices.
             name: The name of the matrices in errors.
         """
         counted = [end for end in updates if end[0].assignment in counts and self._counts(end[0].assignment)]
@@ -72,8 +74,8 @@ class MatrixSums:
         for row, output in of_each((), summands.exponents):
             largest = exponents_of[row.assignment]
             torch.maximum(largest, output, out=largest)
-        if self._communicator is not None:
-            self._communicator.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {name}")
+        if communicator is not None:
+            communicator.reduce(exponents, dist.ReduceOp.MAX, f"the largest numbers in the sums over {name}")
 
         # One vector again: two limbs for each sum, and then the one-number state that owners keep for their matrices.
         lengths = [len(self._plan.keys_with_sums(number)) for number in counts]
@@ -90,8 +92,8 @@ class MatrixSums:
 
         for row, output in of_each((2,), add):
             limbs_of[row.assignment].add_(output)
-        if self._communicator is not None:
-            self._communicator.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {name}")
+        if communicator is not None:
+            communicator.reduce(numbers, dist.ReduceOp.SUM, f"the sums over {name}")
 
         for number, state in state_of.items():
             count = self._plan.assignments[number].matrix.numel
