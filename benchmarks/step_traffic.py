@@ -12,14 +12,19 @@ each message. Operations that a package coalesces into one launch count as one m
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.contenders import Entries
 from benchmarks.report import print_rows, write_json
 
-from muonmesh.layout import MeshLayout, Replicate, split_matrices
+from muonmesh.comm.schedule import stages_of
+from muonmesh.comm.step_callbacks import Batching
+from muonmesh.layout import FlatShards, Interval, MeshLayout, Replicate, split_matrices
 from muonmesh.tools.cli.plan_command import weights_of
 from muonmesh.tools.cli.planning import EXPERTS, parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
@@ -46,6 +51,12 @@ CASES = {
     "Llama 405B, HSDP 16×32 × TP 8": ("llama-3.1-405b", "hsdp=16x32,tp=8", None),
     "DeepSeek-V3, 2,048 ranks": ("deepseek-v3", "hsdp=8x32,tp=8", "ddp=8,ep=32,fsdp=8"),
 }
+LAYER = re.compile(r"\.layers\.\d+\.")
+BUFFERS: dict[str, Callable[[Weight], object]] = {
+    "ZeRO-1 and 2": lambda weight: weight.matrices is None,  # a buffer for each param group
+    "FSDP1": lambda weight: LAYER.findall(weight.name),  # and for each wrapped block
+}
+FLAT = {f"Llama 8B, {kind} {ranks}": ("llama-3.1-8b", kind, ranks) for kind in BUFFERS for ranks in (8, 64)}
 
 
 @dataclass(frozen=True)
@@ -168,13 +179,50 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
     return found
 
 
+def flat_rows_of(case: str) -> list[Row]:
+    """Return rows for flat buffers that are cut evenly: means over the ranks.
+
+    Ranks reduce a gradient to whoever holds its elements, or to the owner of its matrix, with equal bytes. In the
+    second case no direction has to go to the owner, and results still go back.
+    """
+    model, kind, ranks = FLAT[case]
+    weights = weights_of(model, parse_cluster(f"ddp={ranks}", None))
+    buffers: dict[object, list[Weight]] = {}
+    for weight in weights:
+        buffers.setdefault(str(BUFFERS[kind](weight)), []).append(weight)
+    flat = {}
+    for some in buffers.values():
+        sizes = [math.prod(weight.layout.shape) for weight in some]
+        size = -(-sum(sizes) // ranks) * ranks
+        for weight, count, end in zip(some, sizes, itertools.accumulate(sizes), strict=True):
+            within = MeshLayout.replicated(weight.layout.shape, tuple(range(ranks)))
+            layout = FlatShards.in_buffer(within, [0], Interval(0, count, end - count), size)
+            flat[weight.name] = Weight(weight.name, layout, weight.matrices)
+    plan = forecast([flat[weight.name] for weight in weights], itemsize=ITEM).plan
+    there, back, messages = 0, 0, 0
+    for rank in plan.ranks:
+        stages, _ = stages_of(plan, rank, plan.ranks, Batching())
+        there += sum(row.piece.numel for stage in stages for row in stage.to_owners.leaving)
+        back += sum(row.piece.numel for stage in stages for packed in stage.back for row in packed.leaving)
+        messages = max(messages, sum(stage.gathers + len(stage.back) for stage in stages))
+    elements = sum(math.prod(weight.layout.shape) for weight in weights)
+    gradients = round(elements * (ranks - 1) / ranks * ITEM)
+    begun = len(buffers)
+    directions, results = round(there / ranks * ITEM), round(back / ranks * ITEM)
+    return [
+        Row(case, "AdamW", gradients, begun),
+        Row(case, "muonmesh", gradients + directions + results, begun + messages),
+        Row(case, "muonmesh to owners, at best", gradients + results, begun + messages // 2),
+    ]
+
+
 def main() -> None:
     """Derive, print and write."""
     summary, _, description = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *FLAT], default=list(CASES))
     parser.add_argument(
         "--no-owners",
         action="store_true",
@@ -184,7 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     tables: dict[str, Any] = {}
     for case in options.only:
-        rows = rows_of(case, owners=not options.no_owners)
+        rows = flat_rows_of(case) if case in FLAT else rows_of(case, owners=not options.no_owners)
         base = rows[0].bytes
         tables[case] = {row.method: {**asdict(row), "network": row.network} for row in rows}
         print_rows(

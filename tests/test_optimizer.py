@@ -20,6 +20,15 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import problem
 from tests.support.reference import reference_step
 
+COVERS = (
+    "optimizer.Muon",
+    "report.explain.explain",
+    "report.metrics.measure",
+    "step.elementwise_step.step_elementwise",
+    "step.runtime.Runtime",
+    "step.parameter_steps.ParameterStep",
+)
+
 BETAS = (0.9, 0.95)
 
 
@@ -422,7 +431,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
     assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.asked.memory_budget_mb == 48.0
+    assert other._runtime.requested.memory_budget_mb == 48.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 

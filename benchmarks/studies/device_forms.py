@@ -72,7 +72,7 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
         device=torch.device("cuda"),
     )
     out = torch.empty_like(x)[None]
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(x[None], out, overwrite=False)
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([x[None]], [out], overwrite=False)
     assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
     return out[0]
 
@@ -80,7 +80,7 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
 def _in_a_batch(form: Orthogonalizer, x: Tensor) -> Tensor:
     both = torch.stack([x.flip(0) * 3, x])
     out = torch.empty_like(both)
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(both, out, overwrite=True)
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([both], [out], overwrite=True)
     return out[1]
 
 

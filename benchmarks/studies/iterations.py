@@ -177,9 +177,9 @@ def kept_memory() -> list[dict[str, Any]]:
     for rows, cols in SHAPES:
         row: dict[str, Any] = {"shape": [rows, cols]}
         for name in TIMED:
-            threads._mine.__dict__.pop("scratch", None)
+            threads._thread_local.__dict__.pop("scratch", None)
             CONTENDERS[name](torch.randn(rows, cols))
-            row[name] = sum(views[None].nbytes for views in threads._mine.scratch.values()) / 2**20
+            row[name] = sum(views[None].nbytes for views in threads._thread_local.scratch.values()) / 2**20
         table.append(row)
         print(f"{rows}×{cols}, MiB kept: " + ", ".join(f"{name} {row[name]:.1f}" for name in TIMED), flush=True)
     return table

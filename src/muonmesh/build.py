@@ -95,12 +95,12 @@ def _warn_of_rate(optimizer: Muon) -> None:
         if not is_matrix_rule(group["algorithm"]) or scale != "match_rms_adamw" or not isinstance(lr, float | int):
             continue
         stored = zip(group["params"], group["matrices"], strict=True)
-        shapes = {_dims(each.shape, matrices) for each, matrices in stored if each.ndim > 1 and each.numel()}
+        shapes = {_dims(tensor.shape, matrices) for tensor, matrices in stored if tensor.ndim > 1 and tensor.numel()}
         times = max((update_scale(*shape, scale) / update_scale(*shape, "original") for shape in shapes), default=0.0)
         if lr >= LARGE_RATE and times >= 2:
-            found = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "
-            found += "torch.optim.Muon and KellerJordan/Muon at this rate"
+            problem = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "
+            problem += "torch.optim.Muon and KellerJordan/Muon at this rate"
             write = f'Write from_model(model, lr=3e-4, muon={{"lr": {lr:g}}}, scale_mode="original"), or '
             write += 'scale_mode="match_rms_adamw" if you mean this rate'
-            warn(explain_error("lr", found, "AdamW's rate, such as 3e-4, or another scale", write))
+            warn(explain_error("lr", problem, "AdamW's rate, such as 3e-4, or another scale", write))
             return

@@ -25,6 +25,13 @@ import muonmesh as mm
 from tests.support import layouts, problem
 from tests.support.meshes import mesh_of
 
+COVERS = (
+    "checkpoint.save_load.save",
+    "checkpoint.save_load.load",
+    "checkpoint.state.restore_state",
+    "checkpoint.save_load.reshard",
+)
+
 COMPUTE = torch.float32
 
 

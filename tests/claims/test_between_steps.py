@@ -23,6 +23,12 @@ from muonmesh.numerics.rules import RULES
 from muonmesh.settings import GROUP_SETTINGS
 from muonmesh.settings.reading import SettingsFound, read_groups
 
+COVERS = (
+    "settings.reading.read_groups",
+    "step.parameters.Snapshot",
+    "checkpoint.state.widen_state",
+)
+
 NUMBERS: list[Any] = [
     *(
         0,

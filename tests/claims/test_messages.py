@@ -18,6 +18,11 @@ import muonmesh as mm
 from muonmesh import checkpoint
 from muonmesh.numerics.rules import RULES
 
+COVERS = (
+    "errors.about",
+    "errors.calling",
+)
+
 WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     *(("ns_coefficients", value, {}) for value in ("polarexpress", [], [(1.0,)], [(float("nan"), 1.0)], 3, [3, 4])),
     *(("ns_steps", value, {}) for value in (0, -1, 2.5, True, "five")),

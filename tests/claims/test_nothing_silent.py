@@ -22,6 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import muonmesh as mm
 from muonmesh.layout import FlatShards, MeshLayout
 
+COVERS = (
+    "settings.checks.check_group",
+    "step.members.check_members",
+    "step.untrained.IdleParameters",
+    "settings.GroupSettings",
+    "step.state_layout.check_state",
+)
+
 
 def gradient_for(parameter: Tensor, step: int) -> Tensor:
     return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)

@@ -33,6 +33,14 @@ from tests.support.workers import RankFailure
 SOON = 20.0
 """Seconds within which every rank must have ended; the ranks' collectives wait for minutes."""
 
+COVERS = (
+    "comm.rendezvous.announcing_failure",
+    "comm.gather_objects.gather_objects",
+    "comm.rendezvous.naming_missing_ranks",
+    "step.flag_vector.Flags",
+    "step.replicas.said_of_settings",
+)
+
 
 class Two(nn.Module):
     """A matrix and a vector, whole on every rank, or the matrix cut over the ranks."""

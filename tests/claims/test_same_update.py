@@ -19,6 +19,12 @@ from muonmesh.step.runtime import Driver
 from tests.support import problem
 from tests.support.workers import Pool
 
+COVERS = (
+    "comm.storage.Storage",
+    "layout.line_segments.shares_blocks",
+    "step.muon_step.MuonStep",
+)
+
 
 @pytest.fixture(scope="module")
 def workers(workers: Callable[[int], Pool]) -> Iterator[Callable[[int], Pool]]:

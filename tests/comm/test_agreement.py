@@ -23,6 +23,8 @@ from muonmesh.comm.agreement import (
 )
 from muonmesh.comm.communicator import Communicator
 
+COVERS = ("comm.agreement.Agreement",)
+
 RANKS = 3
 AGREEMENT = Agreement(
     *STANDING,

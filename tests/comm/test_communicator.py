@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.comm.communicator import AllToAll, Communicator
 
+COVERS = (
+    "comm.communicator.Communicator",
+    "comm.communicator.AllToAll",
+)
+
 RANKS = 4
 
 

@@ -14,6 +14,12 @@ from muonmesh.comm import gather_objects as objects
 from muonmesh.comm import process_groups, rendezvous
 from muonmesh.errors import PlanError
 
+COVERS = (
+    "comm.process_groups.host_group",
+    "comm.process_groups.new_group",
+    "comm.ranks.mesh_groups",
+)
+
 
 def of_two_while_the_default_group_has_a_device() -> tuple[float, Any, Any]:
     """Ranks 0 and 1 make a group, which torch would make from the communicator of all three."""

@@ -31,6 +31,12 @@ from tests.device.simulated import SimulatedDevice
 from tests.support.samples import one_in
 from tests.support.sent import Sent
 
+COVERS = (
+    "comm.to_owners.ToOwners",
+    "comm.packed_all_to_all.PackedAllToAll",
+    "tools.forecasts.forecast.gradients_to_owners",
+)
+
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
 
 

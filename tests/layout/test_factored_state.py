@@ -19,6 +19,8 @@ from tests.support import fuzzing
 from tests.support.fuzzing import COUNT, generated
 from tests.support.reference import split
 
+COVERS = ("layout.factored_state.factored_matrices",)
+
 SIDES: tuple[Side, ...] = ("rows", "cols", "matrix")
 
 

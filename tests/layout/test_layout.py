@@ -26,6 +26,17 @@ from muonmesh.layout.region import Region
 from tests.support.boxes import canonical, layouts, local_by_torch, planned
 from tests.support.reference import split
 
+COVERS = (
+    "layout.layout.MeshLayout",
+    "layout.cost.cost",
+    "layout.cover.prove",
+    "layout.matrix.split_matrices",
+    "layout.parameter.Parameter",
+    "layout.plan.make_plan",
+    "layout.region.Region",
+    "layout.piece_table.pieces",
+)
+
 
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:

@@ -16,6 +16,8 @@ from muonmesh.layout import MeshLayout, Shard, split_matrices
 from muonmesh.layout.piece_table import pieces
 from tests.support.boxes import canonical, layouts, local_by_torch, planned
 
+COVERS = ("layout.matrix.assemble",)
+
 
 def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:
     """The matrices by hand: what index i of dim belongs to depends on its place within a turn."""

@@ -17,6 +17,11 @@ from muonmesh.layout.piece_table import NOWHERE, Row, evenly, joined
 from muonmesh.layout.region import Piece, overlap, row_major
 from tests.support.fuzzing import flat_layouts, mesh_layouts, shared_by_replicas, specs
 
+COVERS = (
+    "layout.piece_table.PieceTable",
+    "layout.piece_table.joined",
+)
+
 CPU = torch.device("cpu")
 
 
@@ -100,7 +105,7 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
                 check_buffers(list(table.rows), [local.assignments], plan)
         for stage in schedule.stages:
             there = schedule.gather(stage)
-            results = [out for _, out, _ in schedule.batches(stage, there.matrices)]
+            results = [out for _, out, *_ in schedule.batches(stage, there.matrices)]
             check_buffers(list(there.reads.table.rows), stage.batches, plan)
             check_buffers(list(stage.staying.rows), stage.batches, plan)
             reads.update((row.assignment, row.piece) for row in stage.reads.rows)

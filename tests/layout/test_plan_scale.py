@@ -23,6 +23,11 @@ from muonmesh.layout.piece_table import pieces
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.forecasts.forecast import flops_of
 
+COVERS = (
+    "layout.owners.assign_owners",
+    "report.explain.imbalance",
+)
+
 REPOSITORY = Path(__file__).parents[2]
 
 

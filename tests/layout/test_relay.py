@@ -20,6 +20,11 @@ from tests.support.meshes import machines, mesh_of
 from tests.support.samples import one_in
 from tests.support.sent import Sent
 
+COVERS = (
+    "layout.relay.Relay",
+    "comm.ranks.ranks_of_a_machine",
+)
+
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "eight replicas": ((8,), lambda n: [layouts.R]),

@@ -36,6 +36,12 @@ from tests.support import emulated
 from tests.support.alone import alone
 from tests.support.emulated import RUNS
 
+COVERS = (
+    "numerics.kernels.compiled.compiled_products",
+    "numerics.iteration.Iteration.run",
+    "numerics.iteration.CpuIteration",
+)
+
 pytestmark = pytest.mark.usefixtures("products")
 
 TABLE = compiled_products(rows=8, cols=8, at_once=3)

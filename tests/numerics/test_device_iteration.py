@@ -14,6 +14,8 @@ from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
 
+COVERS = ("numerics.device_iteration.DeviceIteration",)
+
 ROWS, COLS = 384, 800
 
 
@@ -50,13 +52,13 @@ TABLES = {"torch": torch_products(at_once=1), "triton": like_triton()}
 def on_device(
     x: Tensor,
     table: Matmuls = TABLES["triton"],
-    *,
+    *others: Tensor,
     coefficients: Coefficients = "polar_express",
     method: Method = "auto",
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
 ) -> Tensor:
-    """What a device computes of matrices, (batch, rows, cols)."""
+    """What a device computes of matrices, (batch, rows, cols); of others together with them."""
     form = Orthogonalizer.of(
         *x.shape[1:],
         coefficients=coefficients,
@@ -66,9 +68,9 @@ def on_device(
         kernels="torch",
         device=torch.device("cuda"),
     )
-    out = torch.empty_like(x)
-    DeviceIteration(form.prepared, form.segments, table, form.dtype).run(x, out, overwrite=overwrite)
-    return out
+    out = [torch.empty_like(matrices) for matrices in (*others, x)]
+    DeviceIteration(form.prepared, form.segments, table, form.dtype).run([*others, x], out, overwrite=overwrite)
+    return out[-1]
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -163,9 +165,12 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(dtype: torch.dtype, 
     x = torch.randn(3, 40, 104, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 3, 5] = torch.inf
     for method in ("standard", "gram"):
-        found = on_device(x.clone(), method=method, overwrite=overwrite)
+        options: Any = {"method": method, "overwrite": overwrite}
+        found = on_device(x.clone(), **options)
         assert found.dtype == dtype
         assert found[0].isnan().all()
         for one, result in zip(x[1:], found[1:], strict=True):
             assert torch.equal(on_device(one[None], method=method)[0], result)
             assert torch.equal(on_device(one.mT.contiguous()[None], method=method)[0].mT, result)
+            others = torch.ones(2, 40, 91, dtype=dtype), x[:1, :, :40].contiguous()  # of as many rows
+            assert torch.equal(on_device(one[None].clone(), TABLES["triton"], *others, **options)[0], result)

@@ -20,6 +20,15 @@ from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
 
+COVERS = (
+    "numerics.kernels.select",
+    "numerics.kernels.blocked.BLOCKED",
+    "numerics.kernels.dense.widened",
+    "numerics.kernels.multiple.add_multiple",
+    "numerics.kernels.product_table.Matmuls",
+    "numerics.square_matrices.symmetric_part",
+)
+
 CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {

@@ -27,6 +27,12 @@ from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.normalize import load
 from tests.support.samples import one_in
 
+COVERS = (
+    "numerics.newton_schulz.orthogonalize",
+    "numerics.normalize.normalize",
+    "numerics.deflation.Deflation",
+)
+
 Spectrum = Literal["gaussian", "two decades", "four decades", "peaked", "rank deficient"]
 SPECTRA: tuple[Spectrum, ...] = ("gaussian", "two decades", "four decades", "peaked", "rank deficient")
 # Each published set with the number of steps it was made for.

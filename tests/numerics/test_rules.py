@@ -26,6 +26,27 @@ from muonmesh.testing import prove_rule
 from tests.support import reference
 from tests.support.problem import PARAMETERS
 
+COVERS = (
+    "numerics.rules.adamuon.AdaMuonRule",
+    "numerics.rules.adamw.AdamWRule",
+    "numerics.rules.dynmuon.power_at",
+    "numerics.rules.elementwise.ElementwiseRule",
+    "numerics.rules.even.frobenius",
+    "numerics.rules.hyperball.HyperballRule",
+    "numerics.rules.muon.MuonRule",
+    "numerics.rules.muon_plus.MuonPlusRule",
+    "numerics.rules.muoneq.MuonEqRule",
+    "numerics.rules.normuon.NorMuonRule",
+    "numerics.rules.parts.change_whole",
+    "numerics.rules.registry.register_rule",
+    "numerics.rules.rule.Rule",
+    "numerics.rules.scion.ScionRule",
+    "numerics.rules.scion_row_norm.ScionRowNormRule",
+    "numerics.rules.scion_sign.ScionSignRule",
+    "numerics.rules.soap.SoapRule",
+    "step.muon_step.Profiled",
+)
+
 STEPS = 4
 COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
 
@@ -921,15 +942,15 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], muon_step._apply_together
+    results, side_by_side = [], muon_step._side_by_side
     taken: list[int] = []
 
-    def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
-        done = applied(elements, run, entries, kind)
-        taken.append(len(run.rows) if done else 0)
-        return done
+    def counted(tensors: Any) -> Any:
+        columns = side_by_side(tensors)
+        taken.append(0 if columns is None or len(tensors) == 1 else len(tensors))
+        return columns
 
-    monkeypatch.setattr(muon_step, "_apply_together", counted)
+    monkeypatch.setattr(muon_step, "_side_by_side", counted)
     for small in (muon_step.SMALL, 0):
         monkeypatch.setattr(muon_step, "SMALL", small)
         weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]

@@ -39,6 +39,15 @@ from tests.support import soap as theirs
 from tests.support.meshes import mesh_of
 from tests.support.pages import run as run_page
 
+COVERS = (
+    "comm.factored_exchange.FactoredExchange",
+    "comm.matrix_sums.MatrixSums",
+    "tools.testing.prove_rule",
+    "step.stored_factored.StoredFactored",
+    "step.stored_factored.RuleSums",
+    "layout.factored_plan.FactoredPlan",
+)
+
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
     "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},

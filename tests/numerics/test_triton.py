@@ -37,6 +37,20 @@ Interpreter = Callable[..., Any]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
 """The largest error of one rounding, relative."""
+
+COVERS = (
+    "numerics.kernels.triton.triton_products",
+    "numerics.kernels.fused.fold",
+    "numerics.kernels.norms.measure",
+    "numerics.kernels.pinned_copies.download",
+    "numerics.kernels.pieces.fold",
+    "numerics.kernels.recording.Recording",
+    "numerics.kernels.rows.PieceRows",
+    "numerics.kernels.small.orthogonalize",
+    "numerics.kernels.toolchain.is_interpreted",
+    "step.by_kernel.ByKernel",
+)
+
 # Smaller than a tile, larger with rows that are not aligned, tiles of 128 that do not divide the matrix.
 SIZES = [
     *((1, 1, 1, BF16), (65, 130, 2, BF16), (3, 50, 2, FP16), (3, 50, 2, FP32)),
@@ -55,7 +69,10 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], float]:
-    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error."""
+    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error.
+
+    Through Gram matrices, others of as many rows are orthogonalized with them.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {"coefficients": "polar_express", "steps": 5, "method": method, "kernels": "triton"}
     orthogonalizer = newton_schulz.Orthogonalizer.of(20, 48, **options, dtype=BF16, device=torch.device("cpu"))
@@ -64,10 +81,13 @@ def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], 
         x = torch.randn(2, 20, 48, dtype=BF16) * 10.0**turn
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         exact = u @ vh
-        alone = orthogonalize(x, dtype=BF16, **options)
+        given = [x] if method == "standard" else [x, torch.randn(3, 20, 30, dtype=BF16), x.mT.contiguous()[:1]]
+        alone = [orthogonalize(matrices, dtype=BF16, **options) for matrices in given]
+        together = [torch.empty_like(matrices) for matrices in given]
         with torch.no_grad():
-            found = orthogonalizer(x.clone(), overwrite=True)
-        same.append(torch.equal(found, alone))
+            orthogonalizer.together([matrices.clone() for matrices in given], together, overwrite=True)
+        same += map(torch.equal, together, alone)
+        found = together[0]
         errors.append(float((found.double() - exact).norm() / exact.norm()))
     return [type(one).__name__ for one in orthogonalizer._recordings.values()], same, max(errors)
 

@@ -16,6 +16,8 @@ from muonmesh.step.runtime import Driver
 from tests.support import problem
 from tests.support.in_copies import work_in_copies
 
+COVERS = ("step.offload.Offload",)
+
 BF16 = {"param_dtype": torch.bfloat16, "master_dtype": torch.float32}
 FP32 = {"param_dtype": torch.float32}
 

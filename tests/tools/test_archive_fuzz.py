@@ -21,6 +21,8 @@ from muonmesh.tools.cli.diagnosis import diagnose
 from tests.support.alone import alone
 from tests.support.mutations import MANY, QUICK, mutate
 
+COVERS = ("tools.checkpoints.archive.read_archive",)
+
 
 def trained() -> tuple[torch.nn.Module, mm.Muon]:
     torch.manual_seed(0)

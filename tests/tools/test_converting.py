@@ -18,6 +18,8 @@ import muonmesh as mm
 from muonmesh.checkpoint import convert
 from tests.support import peers
 
+COVERS = ("tools.checkpoints.conversion.convert",)
+
 EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 
 

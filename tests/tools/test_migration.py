@@ -17,6 +17,11 @@ from torch import Tensor, nn
 import muonmesh as mm
 from tests.support import peers
 
+COVERS = (
+    "tools.migration.package.Package",
+    "tools.migration.packages.convert_settings",
+)
+
 SHAPES = ((12, 20), (20, 12))
 EXACT = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 

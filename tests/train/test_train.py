@@ -49,6 +49,16 @@ from muonmesh.tools.cli.training import learning_rate_factor
 from tests.support import folders
 from tests.support.pages import run as run_page
 
+COVERS = (
+    "tools.cli.corpus.prepare_corpus",
+    "tools.cli.launch.launch",
+    "tools.cli.model.build_model",
+    "tools.cli.report.compare",
+    "tools.cli.training.learning_rate_factor",
+    "tools.cli.worker.main",
+    "tools.cli.run.continuation",
+)
+
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 12
 # A whole run in seconds: a narrow model, short sequences, a small tokenizer.

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
@@ -32,6 +32,8 @@ from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
 from tests.support.folders import forge
 from tests.support.workers import Pool
+
+COVERS = ("tools.cli.checkpoints.Checkpoints",)
 
 RANKS = 2
 VOCAB = 300
@@ -385,7 +387,7 @@ def fail_apart(first_only: bool) -> str:
             raise FileError("the disk is full")
 
     with pytest.raises(FileError) as caught:
-        (on_first_rank if first_only else together)(work)
+        (on_first_rank if first_only else on_every_rank)(work)
     return str(caught.value)
 
 

@@ -21,6 +21,8 @@ from muonmesh.tools.cli.run_settings import Optimizer, Parallel, Settings, load_
 from muonmesh.tools.cli.training import StopRequest, Training
 from tests.support.workers import Pool
 
+COVERS = ("tools.cli.training.Training",)
+
 RANKS = 4
 STEPS = 6
 VOCAB = 401  # which four ranks cannot share evenly

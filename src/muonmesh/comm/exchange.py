@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +17,7 @@ from muonmesh.comm.matrix_sums import MatrixSums
 from muonmesh.comm.packed_all_to_all import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Schedule, Stage
 from muonmesh.comm.step_callbacks import Batching, LocalBatch, StepCallbacks
-from muonmesh.comm.views import Elements
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import Plan
 from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.numerics.kernels.threads import run_all, scratch
@@ -63,7 +64,7 @@ class Exchange:
         dtype: Dtype of the matrices on the wire and in the orthogonalization.
         factored_dtype: Dtype of state by row, column or matrix on the wire.
         device: The device on which matrices are assembled.
-        batching: How many equal matrices are computed together, and in which memory.
+        batching: Which matrices are computed together.
 
     Attributes:
         plan: The plan that this exchange runs.
@@ -148,16 +149,15 @@ class Exchange:
         self._run_costly(tasks)
 
     def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
-        numbers = batch.assignments
-        shape = len(numbers), *batch.shape
-        memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
+        numel = (sum(map(math.prod, batch.shapes)),)
+        memory = [scratch(role, numel, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
         callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
 
     def _run_in_memory(
         self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
     ) -> None:
         callbacks.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        callbacks.compute(batch.assignments, x, out)
+        callbacks.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes))
         updates = Elements(batch.writes, (out,))
         if batch.summed:
             self._sums.take(batch.summed, updates, callbacks.summands)
@@ -197,9 +197,12 @@ class Exchange:
 
     def _orthogonalize(self, batches: Sequence[Batch], callbacks: StepCallbacks) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
-        self._run_costly([(numbers, partial(callbacks.compute, numbers, x, out)) for x, out, numbers in batches])
-        self.communicator.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
-        return tuple(out for _, out, _ in batches)
+        tasks = list[tuple[Sequence[int], Callable[[], None]]]()
+        for x, out, numbers, shapes in batches:
+            tasks.append((numbers, partial(callbacks.compute, numbers, by_shape(x, shapes), by_shape(out, shapes))))
+            self.communicator.counts.orthogonalized += len(numbers)
+        self._run_costly(tasks)
+        return tuple(out for _, out, *_ in batches)
 
     def _scatter(self, current: _UnderWay) -> None:
         """Start the next exchange of results, if there is one; free the results after the last copy."""

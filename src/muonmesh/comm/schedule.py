@@ -13,9 +13,11 @@ when it begins to travel, and frees it as early as possible.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +25,17 @@ from torch import Tensor
 from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.packed_all_to_all import CopyPairs, PackedAllToAll
 from muonmesh.comm.step_callbacks import Batching, LocalBatch
-from muonmesh.comm.views import Elements
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.layout.plan import Routes
 from muonmesh.numerics.kernels.threads import scratch
 
-Batch = tuple[Tensor, Tensor, tuple[int, ...]]
-"""Matrices (b, rows, cols), the tensor for their results, and their assignments."""
+Shapes = tuple[tuple[int, int, int], ...]
+"""The shapes of a batch of matrices, (b, rows, cols) each."""
+
+Batch = tuple[Tensor, Tensor, tuple[int, ...], Shapes]
+"""Matrices one after the other, memory for their results, their assignments and their shapes."""
 
 Portion = tuple[tuple[int, ...], Elements, Sequence[Batch]]
 """Assignments whose gradients are folded now, the elements to read, and at most one batch."""
@@ -54,7 +59,8 @@ class Stage:
         reads: The pieces whose momentum this rank stores. Their buffers are this rank's ``batches``, and then the send
             buffer; pieces that this rank does not send are in no buffer.
         staying: The pieces that this rank writes straight from the results of its ``batches``.
-        batches, shapes: The assignments that this rank orthogonalizes, those of one task together, and their shapes.
+        batches, shapes: The assignments that this rank orthogonalizes, those of one task together, and the shapes of
+            each task.
         portions: If nothing is gathered, on a device, gradients are read only when they are needed: for each batch the
             assignments that are folded with it, and their table. Else empty.
     """
@@ -72,12 +78,12 @@ class Stage:
     reads: PieceTable
     staying: PieceTable
     batches: Sequence[tuple[int, ...]]
-    shapes: Sequence[tuple[int, int]]
+    shapes: Sequence[Shapes]
     portions: Sequence[tuple[tuple[int, ...], PieceTable]]
 
     @property
     def _sizes(self) -> list[int]:
-        return [len(batch) * math.prod(shape) for batch, shape in zip(self.batches, self.shapes, strict=True)]
+        return [_numel(shapes) for shapes in self.shapes]
 
     @property
     def numel(self) -> int:
@@ -85,17 +91,14 @@ class Stage:
         return sum(self._sizes)
 
     def assembled(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the batches as adjacent views of ``memory``, each (b, rows, cols)."""
-        parts = torch.split(memory[: self.numel], self._sizes)
-        return tuple(part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        """Return the memory of each batch, adjacent views of ``memory``."""
+        return torch.split(memory[: self.numel], self._sizes)
 
     def by_assignment(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return each matrix, a view of its batch, by assignment."""
-        return {
-            number: matrix
-            for batch, buffer in zip(self.batches, buffers, strict=True)
-            for number, matrix in zip(batch, buffer.unbind(), strict=True)
-        }
+        """Return each matrix, a view of the memory of its batch, by assignment."""
+        batches = zip(buffers, self.shapes, strict=True)
+        views = [view for buffer, shapes in batches for equal in by_shape(buffer, shapes) for view in equal.unbind()]
+        return dict(zip(itertools.chain.from_iterable(self.batches), views, strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Gather:
         reads: The pieces that this rank stores, with their target: this rank's matrices, or the send buffer.
         swap: The collective; None if nothing travels.
         arriving: The copies from the receive buffer into the matrices.
-        matrices: The matrices that this rank orthogonalizes, equal matrices together: (b, rows, cols) each.
+        matrices: The matrices that this rank orthogonalizes, those of each batch one after the other.
     """
 
     reads: Elements
@@ -146,7 +149,7 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: The dtype of wire buffers and matrices.
         device: The device of wire buffers and matrices.
-        batching: How many equal matrices one task computes.
+        batching: Which matrices one task computes.
 
     Attributes:
         stages: The stages, in their order.
@@ -186,15 +189,15 @@ class Schedule:
     def _in_memory(self, table: PieceTable, stage: Stage, number: int) -> tuple[Elements, Sequence[Batch]]:
         """Return the elements of a table, and batch ``number`` of a stage, if there is one, in new memory."""
         batches = []
-        for batch, shape in [*zip(stage.batches, stage.shapes, strict=True)][number : number + 1]:
-            x, out = (torch.empty(len(batch), *shape, dtype=self._dtype, device=self._device) for _ in range(2))
-            batches.append((x, out, batch))
-        return Elements(table, [x for x, _, _ in batches]), batches
+        for batch, shapes in [*zip(stage.batches, stage.shapes, strict=True)][number : number + 1]:
+            x, out = (torch.empty(_numel(shapes), dtype=self._dtype, device=self._device) for _ in range(2))
+            batches.append((x, out, batch, shapes))
+        return Elements(table, [x for x, *_ in batches]), batches
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return the batches of a gathered stage, with buffers for their results."""
         results = stage.assembled(self._memory("gathered results", stage.number, stage.numel))
-        return tuple(zip(matrices, results, stage.batches, strict=True))
+        return tuple(zip(matrices, results, stage.batches, stage.shapes, strict=True))
 
     def scatter(
         self,
@@ -260,7 +263,7 @@ def stages_of(
             gather_fields = len(stages), f"bucket {number}", moving, local, packed, gathers
             scatter_fields = exchanges, plan.fits(number), first, plan.summed(moving)
             tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
-            shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
+            shapes = [plan.shapes(batch) for batch in batches]
             portions = _portions(moving, tables[0], batches) if on_device and not gathers else ()
             stages.append(Stage(*gather_fields, *scatter_fields, *tables, batches, shapes, portions))
             first, waiting = first + len(exchanges), []
@@ -269,20 +272,21 @@ def stages_of(
 
 def _batches(plan: Plan, numbers: Sequence[int], batching: Batching, *, stays: bool = False) -> list[tuple[int, ...]]:
     """Return matrices that this rank owns, those that one task computes together."""
-    batches = list[tuple[int, ...]]()
-    for alike in plan.alike(numbers):
-        size = batching.batch_size(alike[0], len(alike), stays=stays)
-        batches += [alike[start : start + size] for start in range(0, len(alike), size)]
-    return batches
+    return plan.batches(numbers, partial(batching.batch_size, stays=stays), batching.joins)
 
 
 def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Return the number of the batch of each matrix, and its place there."""
-    return {
-        index: (buffer, position * plan.assignments[index].matrix.numel)
-        for buffer, batch in enumerate(batches)
-        for position, index in enumerate(batch)
-    }
+    places = {}
+    for buffer, batch in enumerate(batches):
+        sizes = [plan.assignments[index].matrix.numel for index in batch]
+        starts = itertools.accumulate(sizes, initial=0)
+        places.update({index: (buffer, start) for index, start in zip(batch, starts, strict=False)})
+    return places
+
+
+def _numel(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[LocalBatch]:
@@ -294,8 +298,7 @@ def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) ->
             PieceTable(tuple(_in_matrices([row for n in batch for row in plan.rows(n, rank, gather=gather)], places)))
             for gather in (True, False)
         )
-        shape = plan.assignments[batch[0]].matrix.shape
-        batches.append(LocalBatch(batch, shape, plan.summed(batch), reads, writes))
+        batches.append(LocalBatch(batch, plan.shapes(batch), plan.summed(batch), reads, writes))
     return batches
 
 

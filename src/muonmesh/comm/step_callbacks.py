@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,34 +14,38 @@ from muonmesh.layout.piece_table import PieceTable, Row
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """A batch of equal matrices that only this rank holds. They need no transfer, and one task steps them.
+    """Matrices that only this rank holds and owns, so that they need no transfer, and one task computes them.
 
     Attributes:
         assignments: The matrices.
-        shape: The shape of each.
+        shapes: Their shapes, see `Plan.shapes`.
         summed: Those that need sums before they are written, see `Plan.summed`.
         reads, writes: Their pieces. The buffer is a batch of the matrices, in their order.
     """
 
     assignments: tuple[int, ...]
-    shape: tuple[int, int]
+    shapes: tuple[tuple[int, int, int], ...]
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
 
 
 class Batching:
-    """How many equal matrices are computed together.
+    """Which matrices are computed together.
 
     This base class is for a rank that owns nothing.
     """
 
     def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
-        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task.
+        """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together.
 
         ``stays``: They stay on their rank, so that their state is read for these alone.
         """
         return count
+
+    def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
+        """Return what is equal for matrices that one task may compute, if their settings are."""
+        return shape
 
 
 class FactoredCallbacks:
@@ -150,9 +154,10 @@ class StepCallbacks:
         """Let ``run(*memory)`` prepare, compute and finalize a batch; ``memory`` is for matrices and results."""
         run(*memory)
 
-    def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
-        """Orthogonalize a batch of matrices (b, rows, cols) of the same settings; any thread may call this."""
-        out.zero_()
+    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Orthogonalize matrices of the same settings, (b, rows, cols) for each shape; any thread may call this."""
+        for results in out:
+            results.zero_()
 
     def finalize(self, elements: Elements) -> None:
         """Apply the updates in the buffers to the elements that this rank stores."""

@@ -7,7 +7,6 @@ Your configuration file stays as it is. Add to the command line of torchtitan::
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchtitan.config.override import derive, override
 
 from muonmesh.build import from_model
 from muonmesh.errors import explain_error
-from muonmesh.groups import ParamGroups, Role, Site, split_params
+from muonmesh.groups import Role, Site
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.parameter_sites import class_names
 from muonmesh.optimizer import Muon
@@ -107,18 +106,7 @@ def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     named = {key: settings[key] for key in _DTYPES if settings.get(key, "int8") != "int8"}
     # A wrong name stays a string, so that the optimizer raises an error that names it.
     settings = {**settings, **{key: getattr(torch, str(value), value) for key, value in named.items()}}
-    known = settings.get("overrides") or {}
-    return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
-
-
-def _not_heads(part: nn.Module, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return overrides that give the last linear layer of a pipeline part to Muon if the part has no output head.
-
-    `split_params` would take that layer for the head.
-    """
-    groups: ParamGroups = split_params(part, overrides=overrides)
-    heads = [name for group in groups if group["name"] == "adamw.head" for name in group["param_names"]]
-    return {rf"^{re.escape(name)}$": "muon" for name in heads if ".layers." in f".{name}"}
+    return from_model(part, **settings)
 
 
 def torchtitan_role(site: Site) -> Role | None:

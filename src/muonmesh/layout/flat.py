@@ -28,6 +28,17 @@ class Interval(NamedTuple):
         begin, end = max(low, self.start), min(high, self.start + self.length)
         return Interval(self.first + begin - self.start, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
 
+    def share(self, size: int, number: int, count: int) -> Interval:
+        """Return the part of this interval in one of the equal parts of a buffer, as if it were alone in its memory.
+
+        Args:
+            size: The number of elements in the buffer.
+            number: The index of the part.
+            count: The number of parts.
+        """
+        length = size // count
+        return self.part(number * length, (number + 1) * length)._replace(start=0)
+
 
 @dataclass(frozen=True)
 class FlatShards:
@@ -106,6 +117,25 @@ class FlatShards:
             intervals.append(tuple(intervals_at(rank, at)))
             replicas.setdefault(tuple(at[axis] for axis in copied), []).append(rank)
         return FlatShards(within, tuple(intervals), tuple(sizes), tuple(map(tuple, replicas.values())))
+
+    @staticmethod
+    def in_buffer(within: MeshLayout, axes: Sequence[int], place: Interval, size: int) -> FlatShards:
+        """Return the layout of a parameter in a flat buffer that axes of a mesh cut into equal parts.
+
+        Args:
+            within: As for `on_axes`.
+            axes: The axes that cut the buffer; the last of them cuts first.
+            place: The place of the flattened local tensor in the buffer.
+            size: The number of elements in the buffer.
+        """
+
+        def held(_: int, at: Sequence[int]) -> list[Interval]:
+            number, count = 0, 1
+            for axis in reversed(axes):
+                number, count = number * within.mesh[axis] + at[axis], count * within.mesh[axis]
+            return [place.share(size, number, count)]
+
+        return FlatShards.on_axes(within, axes, held)
 
     @property
     def shape(self) -> tuple[int, ...]:

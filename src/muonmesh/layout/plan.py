@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 
@@ -19,7 +21,7 @@ from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.relay import Relay
 
 _AT_ONCE = 1 << 28
-"""Largest number of elements of equal matrices that a device orthogonalizes together."""
+"""Largest number of elements of matrices of one shape that a device orthogonalizes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +200,44 @@ class Plan:
         room = (budget.bytes - budget.bytes // 64) // (1 if self.alone else 8 if gathered else 3)  # vectors: 1/64
         return max(1, min(room // (elements * budget.itemsize), _AT_ONCE // (rows * cols)))
 
-    def alike(self, numbers: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return assignments in groups of equal shape and settings, which may be orthogonalized together."""
-        groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    def batches(
+        self,
+        numbers: Iterable[int],
+        size_of: Callable[[int, int], int],
+        joins: Callable[[int, tuple[int, int]], Hashable],
+    ) -> list[tuple[int, ...]]:
+        """Return assignments in batches of equal settings, which are orthogonalized together; equal shapes adjoin.
+
+        Args:
+            numbers: The assignments.
+            size_of: A function from an assignment, and the number of those of its shape, to how many of them one batch
+                has at most. If there are more, those that are left share a batch with other shapes.
+            joins: A function from an assignment and its shape to what is equal in a batch.
+        """
+        groups: dict[Hashable, dict[tuple[int, int], list[int]]] = {}
         for number in numbers:
             assignment = self.assignments[number]
-            settings = self.parameters[assignment.parameter].settings
-            groups.setdefault((settings, assignment.matrix.shape), []).append(number)
-        return [tuple(group) for group in groups.values()]
+            settings, shape = self.parameters[assignment.parameter].settings, assignment.matrix.shape
+            groups.setdefault((settings, joins(number, shape)), {}).setdefault(shape, []).append(number)
+        batches = list[list[int]]()
+        for shapes in groups.values():
+            rooms: dict[int, Fraction] = {}  # of this group's batches, by number
+            for _, equal in sorted(shapes.items(), reverse=True):
+                size = size_of(equal[0], len(equal))
+                for start in range(0, len(equal), size):
+                    members = equal[start : start + size]
+                    share = Fraction(len(members), size)
+                    into = next((number for number, room in rooms.items() if room >= share), len(batches))
+                    if into == len(batches):
+                        batches.append([])
+                    batches[into] += members
+                    rooms[into] = rooms.get(into, Fraction(1)) - share
+        return [tuple(batch) for batch in batches]
+
+    def shapes(self, batch: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """Return the shapes of the matrices of a batch, each with its number of matrices before it."""
+        shapes = itertools.groupby(self.assignments[number].matrix.shape for number in batch)
+        return tuple((len(list(equal)), *shape) for shape, equal in shapes)
 
     def moves(self, number: int) -> bool:
         """Whether a matrix needs a transfer; if not, its owner is the only rank that holds any part of it."""

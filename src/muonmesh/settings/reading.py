@@ -40,9 +40,9 @@ class GroupRead(NamedTuple):
         Raises:
             ValueError, TypeError: an entry is missing, unknown or has no allowed value.
         """
-        where = f"group {group.get('name')!r}"
-        check_structure(where, group)
-        rule = check_group(where, group, read=False)
+        subject = f"group {group.get('name')!r}"
+        check_structure(subject, group)
+        rule = check_group(subject, group, read=False)
         fixed = all([key == "params" or _is_fixed(value, lists=True) for key, value in group.items()])
         contents = _contents(group) if fixed else []
         return GroupRead([*group], contents, rule, float(group["lr"]) == 0, plan_terms(group, rule))
@@ -86,27 +86,27 @@ def read_groups(
         last: What the last step has read. Groups that have not changed since then are taken from it.
     """
     error: Exception | None = None
-    before, found = [] if last is None else last.groups, list[GroupRead]()
+    before, groups_read = [] if last is None else last.groups, list[GroupRead]()
     try:
         if any(_version(tensor) != version for tensor, version in replaced.items()):
             replaced.update({tensor: _version(tensor) for tensor in replaced})
-            what = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
+            problem = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
             write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
-            raise ValueError(explain_error("lr", what, "a change of each group's own tensor", write))
+            raise ValueError(explain_error("lr", problem, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
             read = before[number] if number < len(before) else None
-            found.append(read if read is not None and read.is_current(group) else GroupRead.of(group))
+            groups_read.append(read if read is not None and read.is_current(group) else GroupRead.of(group))
     except (TypeError, ValueError) as wrong:
         error = wrong
-    if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
+    if last is not None and last.error is error is None and [*map(id, groups_read)] == [*map(id, before)]:
         return last
     return SettingsFound(
         error,
-        error is None and all([group.at_rest for group in found]),
-        [group.rule for group in found] + [None] * (len(groups) - len(found)),
-        [group.terms for group in found],
-        [number for number, group in enumerate(found) if group.rule.counts_steps],
-        found,
+        error is None and all([group.at_rest for group in groups_read]),
+        [group.rule for group in groups_read] + [None] * (len(groups) - len(groups_read)),
+        [group.terms for group in groups_read],
+        [number for number, group in enumerate(groups_read) if group.rule.counts_steps],
+        groups_read,
     )
 
 

@@ -133,7 +133,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     if planned is not None and planned.connected:
         return planned
     if world_size() > 1 and error is None:
-        runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
+        runtime.ranks.wrappers = wrappers_of([tensor for param_group in groups for tensor in param_group["params"]])
         refuse_join(runtime.ranks.wrappers)
     ranks = connected(sets, alone=runtime.process_group == "local")
     group = group_of(ranks, _groups_known(planned, runtime))
@@ -144,19 +144,19 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
         try:
             claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
-            products = runtime.asked.kernels, auto_takes() if bf16 else None
+            products = runtime.requested.kernels, auto_takes() if bf16 else None
             facts = Facts(claims, products, runtime.ranks.machine, added(sums))
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
     facts_of = cast(dict[int, Facts], gather_objects_by_rank(facts, error, group=group))
-    copies = find_copies({rank: each.claims for rank, each in facts_of.items()})
+    copies = find_copies({rank: rank_facts.claims for rank, rank_facts in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
-    averages = {rank: each.averages for rank, each in facts_of.items()}
+    averages = {rank: rank_facts.averages for rank, rank_facts in facts_of.items()}
     insist_on_averages(averages, lambda: gather_objects_by_rank(sums, group=group))
-    owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
+    owned = [number for number, assignment in enumerate(planned.plan.assignments) if assignment.owner == planned.rank]
     orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
     planned.exchange = Exchange(
         planned.plan,
@@ -186,18 +186,18 @@ def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool
         runtime: The runtime state of the optimizer; its ``precision`` and ``ranks.machine`` are written.
         facts_of: The facts of each rank of the connected set.
     """
-    machine, (first, mine), *_ = runtime.ranks.machine, *facts_of.items()
-    runtime.ranks.machine = machine if len({each.machine for each in facts_of.values()}) == 1 else 0
-    other = next((rank for rank, each in facts_of.items() if each.products != mine.products), None)
-    free = all(each.products[0] == "auto" for each in facts_of.values())
-    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
+    machine, (first, own_facts), *_ = runtime.ranks.machine, *facts_of.items()
+    runtime.ranks.machine = machine if len({rank_facts.machine for rank_facts in facts_of.values()}) == 1 else 0
+    other = next((rank for rank, rank_facts in facts_of.items() if rank_facts.products != own_facts.products), None)
+    free = all(rank_facts.products[0] == "auto" for rank_facts in facts_of.values())
+    kernels: KernelName = "torch" if free and other is not None else runtime.requested.kernels
     if kernels == runtime.precision.kernels:
         return runtime.ranks.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)
-    if kernels != runtime.asked.kernels and this_rank() == first:
-        what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
-        what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
-        warn(about('kernels="auto"', what))
+    if kernels != runtime.requested.kernels and this_rank() == first:
+        text = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
+        text += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
+        warn(about('kernels="auto"', text))
     return True
 
 
@@ -227,9 +227,9 @@ def _plan_of_all(
 def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
     """Return process groups that may have the ranks of a connected set: of the user, the source and meshes."""
     members = [] if planned is None else planned.members
-    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
+    candidates = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
     meshes = mesh_groups([member.storage for member in members])
-    return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
+    return [group for group in candidates if isinstance(group, dist.ProcessGroup)] + meshes
 
 
 def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
@@ -269,10 +269,10 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
-        for known in (runtime.planned, runtime.connected):
-            if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
-                runtime.planned = known
-                return known, known.sets, None
+        for candidate in (runtime.planned, runtime.connected):
+            if copies is None and candidate is not None and candidate.signature == Signature.of(groups, runtime):
+                runtime.planned = candidate
+                return candidate, candidate.sets, None
         for group in groups:
             check_members(group, groups, runtime.layouts, runtime.source, runtime.precision.master)
         runtime.ranks.group = _group_found(groups, runtime)
@@ -282,7 +282,12 @@ def _read(
             return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
     members, sets, error = members_of(
-        groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state
+        groups,
+        runtime.holders,
+        runtime.layouts,
+        runtime.source,
+        copies or {},
+        shard_state=runtime.requested.shard_state,
     )
     if error is not None:
         return None, sets, error
@@ -297,7 +302,7 @@ def _read(
 def _planner(runtime: Runtime) -> Planner:
     def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
         itemsize = runtime.precision.compute.itemsize
-        budget = Budget.of(parameters, runtime.asked.memory_budget_mb, itemsize=itemsize, host=host)
+        budget = Budget.of(parameters, runtime.requested.memory_budget_mb, itemsize=itemsize, host=host)
         return make_plan(
             parameters, fixed_owners=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
         )

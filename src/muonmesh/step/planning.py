@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast, get_args
@@ -190,7 +190,7 @@ class Batches(Batching):
     on_host: bool
 
     def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
-        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
+        """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together."""
         plan, one = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
@@ -200,6 +200,10 @@ class Batches(Batching):
             return max(1, -(-count // (threads * turns)))
         found = plan.batch_size(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
+
+    def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
+        """Return what is equal for matrices that one task may compute, if their settings are."""
+        return self.orthogonalizers[number].joins or shape
 
 
 def plan_members(

@@ -19,7 +19,7 @@ from muonmesh.layout.factored_state import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
-from muonmesh.step.parameter_steps import MatrixStep
+from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep
 from muonmesh.step.parameters import ReadyParameters
 
 
@@ -43,49 +43,49 @@ class StoredFactored(FactoredCallbacks):
         else:
             into.zero_()
 
-    def take(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take(self, received: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Keep the received factored states of the matrices that this rank owns, by assignment and key."""
-        self.owned = states
+        self.owned = received
 
     @contextmanager
-    def of(self, one: MatrixStep) -> Iterator[dict[str, Tensor]]:
+    def of(self, matrix_step: MatrixStep) -> Iterator[dict[str, Tensor]]:
         """Yield the factored states of a matrix that this rank owns, by key; a part of its rule writes them in place.
 
         If the gradient is zero, the state must not change. This method then restores state that lives at the owner, and
         `write` skips state that travels.
         """
-        matrix, flag, entry = one.matrix, one.nonzero, one.entry
-        given, here = {}, dict[str, Tensor]()
+        matrix, flag, entry = matrix_step.matrix, matrix_step.nonzero, matrix_step.entry
+        factored_states, at_owner = {}, dict[str, Tensor]()
         for key, state_layout in entry.member.state_layouts.items():
             if state_layout.factored is None:
                 continue
             size = (1, *size_of(state_layout.kept_as, matrix.rows, matrix.cols))
             if not state_layout.factored.at_owner:
-                given[key] = self.owned[one.number][key].view(size)
+                factored_states[key] = self.owned[matrix_step.number][key].view(size)
             elif entry.created:
                 start = state_layout.factored.starts[matrix.index]
                 view = entry.state[key][start : start + math.prod(size)].view(size)
                 # The bits of products depend on the address modulo 64 bytes, which depends on other owned matrices.
                 if flag is True and view.data_ptr() % 64 == 0:
-                    given[key] = view
+                    factored_states[key] = view
                 else:
-                    here[key], given[key] = view, view.clone()
+                    at_owner[key], factored_states[key] = view, view.clone()
             else:
-                given[key] = torch.zeros(size, dtype=self.ready.precision.carried, device=self.ready.device)
-        yield given
-        for key, kept in here.items():
+                factored_states[key] = torch.zeros(size, dtype=self.ready.precision.carried, device=self.ready.device)
+        yield factored_states
+        for key, stored in at_owner.items():
             if isinstance(flag, Tensor):
-                kept.copy_(torch.where(flag, given[key], kept))
+                stored.copy_(torch.where(flag, factored_states[key], stored))
             elif flag:
-                kept.copy_(given[key])
+                stored.copy_(factored_states[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
         """Write back a piece of the factored state that its rule has changed, unless the matrix stays unchanged."""
-        one = self.ready.of(assignment)
-        if not one.changes:
+        matrix_step = self.ready.of(assignment)
+        if not matrix_step.changes:
             return
-        kept, mask = view_in_storage(local_of(one.entry.state[key]), piece), one.mask
-        kept.copy_(numbers if mask is None else torch.where(mask, numbers, kept))
+        stored, mask = view_in_storage(local_of(matrix_step.entry.state[key]), piece), matrix_step.mask
+        stored.copy_(numbers if mask is None else torch.where(mask, numbers, stored))
 
 
 @dataclass
@@ -102,50 +102,51 @@ class RuleSums(SumCallbacks):
     factored_states: StoredFactored
     unsuited: dict[int, Tensor] = field(default_factory=dict)
     # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
-    _found: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
+    _sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def sums_of(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
         """Return the sums over a matrix, and the state that its rule keeps as one number; empty if it takes none."""
-        return self._found.get(assignment, ((), {}))
+        return self._sums.get(assignment, ((), {}))
 
     def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a row's summands, for each sum of its rule."""
-        found = [torch.stack([*map(largest_exponent, some)]) for some in self._summands(row, update)]
-        if found:
-            into.copy_(torch.stack(found).amax(0))
+        largest = [torch.stack([*map(largest_exponent, summands)]) for summands in self._summands(row, update)]
+        if largest:
+            into.copy_(torch.stack(largest).amax(0))
 
     def limbs(self, row: Row, update: Tensor, exponents: Tensor, into: Tensor) -> None:
         """Write the contribution of a row's elements to each sum of its rule."""
         limbs = partial(limbs_of, count=self.ready.of(row.assignment).matrix.numel)
-        found = [torch.stack([*map(limbs, some, exponents)]) for some in self._summands(row, update)]
-        if found:
-            into.copy_(torch.stack(found).sum(0))
+        totals = [torch.stack([*map(limbs, summands, exponents)]) for summands in self._summands(row, update)]
+        if totals:
+            into.copy_(torch.stack(totals).sum(0))
 
     def _summands(self, row: Row, update: Tensor) -> Iterator[list[Tensor]]:
         """Yield the summands of a row, of some elements at a time; none if its matrix stays unchanged."""
-        one = self.ready.of(row.assignment)
-        if one.changes:
-            weights, rounded, state, _ = one.weights(row.piece)
+        matrix_step = self.ready.of(row.assignment)
+        if matrix_step.changes:
+            state = dict(matrix_step.weights(row.piece).tensors)
+            weights, rounded = state.pop(WEIGHTS), state.pop(ROUNDED, None)
             if rounded is not None:
                 parts.follow(weights, rounded)
-            yield from parts.summands(one.kind.rule, weights, update, state, scale=one.kind.scale)
+            yield from parts.summands(matrix_step.kind.rule, weights, update, state, scale=matrix_step.kind.scale)
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
-        kept = self.factored_states.owned.get(assignment, {})
+        factored_states = self.factored_states.owned.get(assignment, {})
         for key, number in zip(self.ready.plan.keys_with_sums(assignment), into.unbind(), strict=True):
-            if key in kept:
-                number.copy_(kept[key].view(()))
+            if key in factored_states:
+                number.copy_(factored_states[key].view(()))
 
-    def take(self, assignment: int, sums: Tensor, state: Tensor) -> None:
+    def take(self, assignment: int, sums: Tensor, numbers: Tensor) -> None:
         """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
-        keys, found = self.ready.plan.keys_with_sums(assignment), sums.unbind()
-        self._found[assignment] = found, dict(zip(keys, state.unbind(), strict=True))
-        if (one := self.ready.find(assignment)) is None:
+        keys, values = self.ready.plan.keys_with_sums(assignment), sums.unbind()
+        self._sums[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
+        if (matrix_step := self.ready.find(assignment)) is None:
             return
-        rule, kept = one.kind.rule, self.factored_states.owned.get(assignment, {})
-        if all(key in kept for key in keys):
-            rule.keep({key: kept[key].view(()) for key in keys}, found)
-        unsuited, flag = rule.unsuited(found), one.nonzero
+        rule, factored_states = matrix_step.kind.rule, self.factored_states.owned.get(assignment, {})
+        if all(key in factored_states for key in keys):
+            rule.keep({key: factored_states[key].view(()) for key in keys}, values)
+        unsuited, flag = rule.unsuited(values), matrix_step.nonzero
         if unsuited is not None and flag is not False:  # an unchanged matrix has no sums
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from muonmesh.checkpoint.load_plan import OWN_KEYS
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
-from muonmesh.comm.storage import Storage, this_rank, world_size
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import expert_names, masters_of, publish
@@ -67,7 +66,6 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
         self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
-        self._storages: dict[Muon, dict[Tensor, list[Storage]]] = {}
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
@@ -91,11 +89,8 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             self.clip_by(limits)
         for muon in muons:
             self._stepped_by.update({id(p): (muon, group) for group in muon.param_groups for p in group["params"]})
-            storages = self._storages[muon] = defaultdict(list)
-            for member in placed_members(muon):
-                storages[member.tensor].append(member.storage)
             self._share(muon)
-            CheckpointedOptimizer(muon).create_state()  # DeepSpeed links parameters to their state once
+        self.create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
     def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
@@ -154,7 +149,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
         visible = list(dict.fromkeys(muon for _, muon, _ in shown))
         if self._limits is not None and self.muons[0] in visible:
-            measured = measure(self._limits, self._zero, self._storages, visible, self.param_groups)
+            measured = measure(self._limits, self._zero, self.muons, visible, self.param_groups)
             self.norms, self._coefficients, self._means = measured
         for muon in visible:
             self._run(muon)
@@ -238,11 +233,6 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self._follow(*self.muons)
         self._note(*self.muons)
 
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).refuse_if_interrupted()
-
     def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
         pairs: Iterator[tuple[Mapping[str, Any], ...]] = zip_longest(saved, self._identities, fillvalue={})
@@ -258,23 +248,16 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         for muon in self.muons:
             self._share(muon)
         groups = self._group_of
-        records = (record for muon in self.muons for record in CheckpointedOptimizer(muon).checkpoint_records())
-        return [replace(record, group=groups[record.name]) for record in records]
+        return [replace(record, group=groups[record.name]) for record in super().checkpoint_records()]
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint names of this rank's experts, by their names in the model."""
         return expert_names(model)
 
-    def checkpoint_changing(self) -> None:
-        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).checkpoint_changing()
-
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).checkpoint_restored()
+        super().checkpoint_restored()
         publish(self._zero)
         self._note(*self.muons)
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core import optimizer as megatrons
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
@@ -23,10 +24,10 @@ from muonmesh.errors import PlanError, explain_error
 from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import SavedBox, layout_of, ranges_of, saved_boxes_of
-from muonmesh.integrations.megatron.main_grad import MainGrad
+from muonmesh.integrations.megatron.main_grad import MainGrad, ShardedGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
-from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
+from muonmesh.integrations.megatron.refusals import is_fsdp, refuse, refuse_formats, refuse_state
 from muonmesh.layout import Declared, FlatShards
 from muonmesh.optimizer import Muon
 
@@ -53,14 +54,15 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
 
-    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel alone and with the
-    distributed optimizer; ``config.optimizer`` stays "adam". With the same reduced gradients, the update is the update
-    of one process for every parallel layout of the model, on a CPU bit for bit.
+    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel alone, with the
+    distributed optimizer, and with Megatron-FSDP; ``config.optimizer`` stays "adam". With the same reduced gradients,
+    the update is the update of one process for every parallel layout of the model, on a CPU bit for bit.
 
     Args:
         config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``)
             and precision.
-        model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel.
+        model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel or
+            FullyShardedDataParallel (Megatron-FSDP).
         config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. They decide about the weight
             decay of vectors, except where ``overrides`` do. None: Megatron's standard overrides.
         use_gloo_process_groups: Ignored; accepted for Megatron's callers.
@@ -88,10 +90,11 @@ def get_megatron_optimizer(
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
-        refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
+        refuse_formats(model_chunks, flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
         ranks = max(group.size() for group in (axes.tp, getattr(axes, "expt_tp", None)) if group is not None)
+        fsdp = any(is_fsdp(chunk) for chunk in model_chunks)
         boxes: dict[int, list[SavedBox]] = {}
-        for chunk in model_chunks:
+        for chunk in model_chunks if not fsdp else ():
             boxes |= saved_boxes_of(unwrapped(chunk), ranks)
         groups, used = find_groups(
             config,
@@ -103,7 +106,7 @@ def get_megatron_optimizer(
             muon=settings,
             adamw=adamw or {},
         )
-        ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
+        ranges = ranges_of(model_chunks) if config.use_distributed_optimizer and not fsdp else None
         holdings, layouts = _held(groups, axes, boxes, ranges)
         intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
         optimizer = Muon(
@@ -113,7 +116,7 @@ def get_megatron_optimizer(
             adamw_eps=config.adam_eps,
             master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
             layouts=layouts,
-            gradients=MainGrad(intervals=intervals),
+            gradients=ShardedGrad() if fsdp else MainGrad(intervals=intervals),
             **shared,
         )
         built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy, skip_above)
@@ -163,6 +166,9 @@ def _held(
     mesh_for = mesh_finder(dense, (getattr(axes, "expt_dp", None), getattr(axes, "expt_tp", None)))
     for group in groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            if isinstance(parameter, DTensor):  # of Megatron-FSDP, which says where it lies
+                holdings.append(Holding(name, name, 0, parameter, parameter, 0, False))
+                continue
             mesh = mesh_for(name, parameter)
             assert mesh is not None
             own, kept = boxes.get(id(parameter)), None if ranges is None else ranges[parameter]

@@ -205,8 +205,7 @@ def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
         ranks = buffer.data_parallel_group.size()
         for parameter, (start, end, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
-            part, whole = bucket.grad_data.numel() // ranks, Interval(0, end - start, start)
-            lows = [bucket.offset + rank * part for rank in range(ranks)]
-            kept = [whole.part(low, low + part) for low in lows]
-            found[parameter] = [(first, first + length) for first, length, _ in kept]
+            place, size = Interval(0, end - start, start - bucket.offset), bucket.grad_data.numel()
+            shares = [place.share(size, rank, ranks) for rank in range(ranks)]
+            found[parameter] = [(first, first + length) for first, length, _ in shares]
     return found

@@ -25,7 +25,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
-from muonmesh.integrations.megatron.refusals import script_argument
+from muonmesh.integrations.megatron.refusals import is_fsdp, script_argument
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -37,8 +37,8 @@ class ShardedMaster(Tensor):
     """A rank's shard of an fp32 master weight, for the ``main_param`` attribute of its parameter.
 
     `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
-    weight. Every rank scales its own elements by the same factors, so the result is bitwise equal to a whole master
-    weight's.
+    weight, on the device of the weight. Every rank scales its own elements by the same factors, so the result is
+    bitwise equal to a whole master weight's. The shard may be in CPU memory.
 
     Attributes:
         written: Whether Megatron has written the master weight since it was published. Megatron then scales the weight
@@ -122,12 +122,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
     ) -> None:
         Base.__init__(self, optimizer, config)
         CheckpointedOptimizer.__init__(self, optimizer)
+        self.runtime = optimizer._runtime
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
         self._stages, self._tensor_parallel = groups.pp.size(), groups.tp.size()
+        self._fsdp = any(is_fsdp(chunk) for chunk in chunks)
         self._policy, self._skip_above = policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
@@ -189,7 +191,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         gradients: list[Tensor] = []
         with suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
             held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
-            gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
+            gradients = [local_of(gradient) for gradient in held if gradient is not None and local_of(gradient).numel()]
         overflow = torch.zeros(1, dtype=torch.float32, device=self._device)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
@@ -288,20 +290,25 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Make the modules compute with the updated parameters."""
-        flat = self.config.use_distributed_optimizer
+        flat = self.config.use_distributed_optimizer and not self._fsdp
         clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
+        if clips:
+            self.optimizer.finish()  # Megatron then reads master weights, which may be in CPU memory
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads main_param. For master weights on the CPU, it reads the
             # parameter instead.
-            if master is not None and (kept := local_of(master)).device == holding.tensor.device:
+            if master is not None and (clips or local_of(master).device == holding.tensor.device):
+                kept = local_of(master)
                 kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
                 holding.parameter.main_param = kept  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
-        if flat:
-            for chunk in self.model_chunks:
-                if not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
-                    chunk.start_param_sync()
+        for chunk in self.model_chunks:
+            if self._fsdp:
+                chunk.module.install_optimized_model_weights()
+                chunk.start_param_sync()
+            elif flat and not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
+                chunk.start_param_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set ``grad`` to None, and discard the last decision of clipping.
@@ -332,7 +339,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         for member in placed_members(self.optimizer):
             gradient = source.gradient(member.tensor)
             if gradient is not None and source.counted(member.tensor):
-                zeros += (gradient.numel() - gradient.count_nonzero()) / member.storage.copies
+                local = local_of(gradient)
+                zeros += (local.numel() - local.count_nonzero()) / member.storage.copies
         dist.all_reduce(zeros)
         return round(float(zeros))
 
@@ -392,6 +400,10 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
+        if self._fsdp:
+            needed = "a model that Megatron's sharded state dict describes"
+            write = "Write muonmesh.checkpoint.save(path, model_chunks[0], optimizer), and load in the same way"
+            raise StateError(explain_error("sharded_state_dict", "a model in Megatron-FSDP", needed, write))
         self._settle()
         saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
         found = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
@@ -426,7 +438,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """Mark weights, state and settings as loaded, and make the modules compute with the loaded weights."""
         super().checkpoint_restored()
         self._publish()
-        if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
+        flat = self.config.use_distributed_optimizer and not self._fsdp
+        if flat and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)
 
     @contextmanager

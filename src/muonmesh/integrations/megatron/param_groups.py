@@ -12,6 +12,7 @@ from torch import nn
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.parameter_sites import Site, parameter_sites, unwrapped
+from muonmesh.integrations.megatron.main_grad import stamp
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
@@ -71,7 +72,7 @@ def find_groups(
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
                 schedule = _schedule(keys, parameter, theirs[parameter], group, given, here.get(local, {}))
-                expert = not getattr(parameter, "allreduce", True)
+                expert = not stamp(parameter, "allreduce", True)
                 key = group["name"], param_group_override_to_tuple(schedule), expert
                 if key not in groups:
                     groups[key] = _group(config, group, schedule, expert=expert)

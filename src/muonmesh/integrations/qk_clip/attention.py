@@ -111,7 +111,6 @@ def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: t
     return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))
 
 
-PREFIX = "qk_clip_"
 KNOWN = ("sdpa", "eager", "flex_attention")
 """Attention implementations whose masks muonmesh can read, so that it can compute the logits a second time."""
 
@@ -121,45 +120,32 @@ _watchers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
 def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
-    """Wrap the attention of a `transformers` model, so that a `QKClip` records the logits of its attention modules.
+    """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
 
-    For sdpa, eager and flex_attention, the wrapper is registered under a new name. For other implementations it
-    replaces the function under the same name, since other code reads these names.
+    A wrapper has the name of the function that it wraps, since models read these names. It changes nothing for modules
+    that no `QKClip` watches. The model may change to sdpa or flex_attention later.
 
     Args:
-        model: The model; its attention implementation may change.
+        model: The model.
         modules: The attention modules to watch.
         watcher: The `QKClip`. Only a weak reference is kept.
 
     Raises:
         ValueError: another `QKClip` that still exists watches these modules.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
     for module in modules:
         if module in _watchers and _watchers[module]() is not None:
-            found, needed = (
-                "a QKClip that already clips this model",
-                "one for a model, since each scales weights",
-            )
+            found, needed = "a QKClip that already clips this model", "one for a model, since each scales weights"
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
             raise ValueError(explain_error(type(model).__name__, found, needed, write))
-    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    inner = {id(child) for owner in owners for child in owner.modules() if child is not owner}
-    for owner in owners:
-        if id(owner) in inner:
-            continue
-        name = str(owner.config._attn_implementation).removeprefix(PREFIX)
-        base = None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        if name not in KNOWN:
-            if not hasattr(base, "watches"):
-                AttentionInterface.register(name, _watched(name, base))
-            continue
-        AttentionInterface.register(PREFIX + name, _watched(name, base))
-        AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        owner.set_attn_implementation(PREFIX + name)
+    used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    for name in used | {*KNOWN} - {"eager"}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager, until it has a wrapper
+        if not hasattr(function, "watches"):
+            AttentionInterface.register(name, _watched(name, function))
     for module in modules:
         _watchers[module] = ref(watcher)
 
@@ -168,9 +154,7 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        function = base
-        if function is None:  # the one in the file of the module's class
-            function = sys.modules[file_of_transformers(module) or ""].eager_attention_forward
+        function = _eager_of(module) if base is None else base
         watcher = _watchers.get(module)
         told = None if watcher is None else watcher()
         inputs = (module, query, key, value, attention_mask, *args)
@@ -198,6 +182,13 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     return attention
 
 
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function for eager attention, which is in the file of the module's class."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    function: Callable[..., Any] = next(filter(None, (getattr(f, "eager_attention_forward", None) for f in files)))
+    return function
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
     """Return the result of an attention function, and the bound from the kernels that it ran (None: no bound)."""
@@ -213,11 +204,3 @@ def _flex(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[st
     """
     result = function(*inputs, **kwargs)
     return result, None if result[1] is None else bound_of(result[1])
-
-
-def file_of_transformers(module: nn.Module) -> str | None:
-    """Return the name of the `transformers` file (Python module) that defines a module's class, or None.
-
-    All base classes are searched, since `fully_shard` adds a class of its own in front.
-    """
-    return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)

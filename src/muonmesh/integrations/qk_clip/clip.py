@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from muonmesh.checkpoint.record import boxes_of
+from muonmesh.checkpoint.record import boxes_of, recorded_in
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import calling, escaped, explain_error
 from muonmesh.groups.example import Example, facts_of_example
-from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
+from muonmesh.groups.parameter_sites import class_names
+from muonmesh.integrations.qk_clip.attention import KernelBounds, largest_logits, watch
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -80,7 +80,11 @@ class QKClip:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
-        muons = [] if optimizer is None else _muons(optimizer)
+        inner = None if optimizer is None else recorded_in(optimizer)
+        if optimizer is not None and inner is None:
+            needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
+            raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
+        muons: Sequence[Muon] = () if inner is None else inner.muons
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
         stepped = {
             name: matrices
@@ -97,7 +101,7 @@ class QKClip:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
         self._last = self._largest
-        known = [a.module for a in found if file_of_transformers(a.module)]
+        known = [a.module for a in found if class_names(a.module, "transformers")]
         if known:
             watch(model, known, self)
         for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
@@ -237,20 +241,6 @@ class QKClip:
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
             storage = storage_of(name, tensor, replicas)
             yield OptimizedParameter(name, tensor, storage, storage)
-
-
-def _muons(optimizer: Any) -> list[Muon]:
-    """Return the `Muon` objects inside an optimizer: itself, the Muons of a DeepSpeed engine, or those in a wrapper.
-
-    Raises:
-        TypeError: the optimizer contains no `Muon`.
-    """
-    for inner in layers_of(optimizer):
-        found = [inner] if isinstance(inner, Muon) else list(getattr(inner, "muons", ()))
-        if found:
-            return found
-    needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
-    raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from muonmesh.errors import explain_error
 from muonmesh.groups.graph import Facts
 from muonmesh.groups.parameter_sites import Site, class_names, parameter_sites
 from muonmesh.groups.roles import role
+from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
@@ -138,27 +138,22 @@ def _refuse_norms(name: str, owner: nn.Module) -> None:
 
 
 def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[LogitRows]:
-    """Yield the rows of one parameter, weight or bias."""
+    """Yield the rows of one parameter, weight or bias, that make queries and keys."""
     stored = isinstance(form, tuple) and form[0] == "transposed"
-    if stored:
-        form = form[1]
     dim = int(stored and len(site.shape) == 2)
+    if len(site.shape) == 1:  # a bias is cut as the rows of its weight
+        form = form[1] if stored else form
     grouped = _heads_of(owner, "k")[0] != _heads_of(owner, "q")[0]
     nope, rope = _said_by(owner, "qk_nope_head_dim"), _said_by(owner, "qk_rope_head_dim")
     latent = nope is not None and rope is not None
-    heads, high, named = Counter[str](), 0, _named(attribute)
-    for part, size in _blocks_of(site, owner, form, named, site.shape[dim]):
-        if not part:
-            _refuse_heads(site, owner, ", ".join(named), None, None, site.shape[dim])
-        head, low, high = heads[part], high, high + size
-        heads[part] += 1
+    for part, head, low, high in _heads_in(site, owner, form, _named(attribute), dim):
         if latent and part == "q":
             assert nope is not None
             yield LogitRows(site.name, dim, low, low + nope, head, 0.5)
             yield LogitRows(site.name, dim, low + nope, high, head, 1.0)
         elif part == "q":
             yield LogitRows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
-        elif part == "k" and (latent or not grouped):
+        elif latent or not grouped:
             yield LogitRows(site.name, dim, low, high, head, 0.5)
 
 
@@ -174,47 +169,43 @@ def _place_of(site: Site) -> tuple[str, nn.Module]:
     return site.owners[0][0], site.owners[1][1]
 
 
-def _blocks_of(
-    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], length: int
-) -> Iterator[tuple[str, int]]:
-    """Yield the blocks of a parameter in their order, each with its projection and its size.
-
-    A block is one head, or all values if they follow each other. Its projection is "" if the number of alternating
-    parts does not fit the parameter's name.
+def _heads_in(
+    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], dim: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each head of queries and keys in a parameter: projection, number, first row, and the row after the last.
 
     Args:
         site: The place of the parameter in the model.
         owner: The attention module.
         form: How the parameter splits into projections.
         named: The projections in it, in their order.
-        length: Size of the dim that consists of heads.
+        dim: The dim that consists of heads.
 
     Raises:
-        ValueError: the heads that the module states do not add up to the parameter.
+        ValueError: the parameter does not split into these projections, or the heads that the module states do not add
+            up to it.
     """
-    kind = form[0] if isinstance(form, tuple) else form
-    if kind == "interleaved":
-        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        _, size = _heads_of(owner, "k")
-        # DeepSeek's heads of k and v may differ in size.
-        sizes = runs if named == ("k", "v") else [min(runs) if size is None else size] * len(runs)
-        if any(map(int.__mod__, runs, sizes)) or length % sum(runs):
-            _refuse_heads(site, owner, ", ".join(named), None, size, length)
-        parts = named if len(named) == len(runs) else ("",) * len(runs)
-        for _ in range(length // sum(runs)):
-            for part, run, size in zip(parts, runs, sizes, strict=True):
-                yield from [(part, size)] * (run // size)
-        return
-    rows = form[1:] if kind == "rows" else (length,) if kind == "whole" else ()
-    if len(rows) != len(named):
+    length = site.shape[dim]
+    matrices = split_matrices(site.name, site.shape if len(site.shape) == 2 else (length, 1), form)
+    if len(matrices) != len(named):
         found = f"{', '.join(named)} in one weight, split as {form!r}"
         needed, write = "the rows of each, in which heads are counted", "Write example=(inputs,), which shows them"
         raise ValueError(explain_error(site.name, found, needed, write))
-    for part, count in zip(named, rows, strict=True):
-        heads, size = (1, count) if part == "v" else _heads_of(owner, part)
-        if heads is None or size is None or heads * size != count:
-            _refuse_heads(site, owner, part, heads, size, count)
-        yield from [(part, size)] * heads
+    for part, matrix in zip(named, matrices, strict=True):
+        runs = [block.region for block in matrix.blocks] if part != "v" else []
+        number = 0
+        for run in runs:
+            low, count = run.offset[dim], run.shape[dim]
+            heads, size = _heads_of(owner, part)
+            if len(runs) > 1:  # the runs of q, k and v alternate; DeepSeek's heads of k and v may differ in size
+                shortest = min(block.region.shape[dim] for matrix in matrices for block in matrix.blocks)
+                size = count if named == ("k", "v") else size or shortest
+                heads = count // size
+            if heads is None or size is None or heads * size != count or run.step[dim] > 1:
+                _refuse_heads(site, owner, part, heads, size, count)
+            for first in range(low, low + count, size):
+                yield part, number, first, first + size
+                number += 1
 
 
 def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:

@@ -106,8 +106,8 @@ class PieceRows:
     """
 
     def __init__(self, places: Sequence[Place], blocks: int = BLOCKS) -> None:
-        self._places = [place for place in places if 0 not in place.shape]
-        self.blocks, self.numels = blocks, [math.prod(place.shape) for place in self._places]
+        self._places = [piece for piece in places if 0 not in piece.shape]
+        self.blocks, self.numels = blocks, [math.prod(piece.shape) for piece in self._places]
         self.version: object = None
         self._tables: dict[object, tuple[Tensor, int, int]] = {}
         self._last: dict[object, Located] = {}
@@ -126,11 +126,11 @@ class PieceRows:
             buffers: The tensors of the last column.
         """
         device = device_of(columns[0][0])
-        where = device, stream_of(device)  # the stream that has written them
-        last, there = self._last.get(where), [*map(Tensor.data_ptr, buffers)]
-        if last is not None and last.version is self.version is not None and last.buffers == there:
+        key = device, stream_of(device)  # the stream that has written them
+        last, buffer_addresses = self._last.get(key), [*map(Tensor.data_ptr, buffers)]
+        if last is not None and last.version is self.version is not None and last.buffers == buffer_addresses:
             return last
-        addresses = [*map(Tensor.data_ptr, chain(*columns)), *there]
+        addresses = [*map(Tensor.data_ptr, chain(*columns)), *buffer_addresses]
         numbers = torch.frombuffer(array("q", addresses), dtype=torch.int64)
         if last is None or len(last.addresses) != len(addresses):
             bases = pinned(numbers, device)
@@ -139,13 +139,13 @@ class PieceRows:
             if last.addresses != addresses:
                 rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
-        if (*where, aligned) not in self._tables:
+        if (*key, aligned) not in self._tables:
             encoded, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
             table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)
-            self._tables[*where, aligned] = table, len(encoded) // WIDTH, programs
-        table, rows, programs = self._tables[*where, aligned]
-        self._last[where] = Located(table, bases, rows, programs, self.version, addresses, there)
-        return self._last[where]
+            self._tables[*key, aligned] = table, len(encoded) // WIDTH, programs
+        table, rows, programs = self._tables[*key, aligned]
+        self._last[key] = Located(table, bases, rows, programs, self.version, addresses, buffer_addresses)
+        return self._last[key]
 
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         """Return the numbers of all rows, and how many programs work on them.
@@ -155,10 +155,10 @@ class PieceRows:
             aligned: Whether all addresses are multiples of 16.
         """
         numbers, programs = array("q"), 0
-        for place in self._places:
-            bases = place.tensor, firsts[1] + place.tensor, firsts[-1] + place.buffer
-            for kind, starts, lengths, strides in _forms(place, aligned=aligned):
-                numbers.extend((*bases, place.entry, programs, kind, *starts, *lengths, *strides))
+        for piece in self._places:
+            bases = piece.tensor, firsts[1] + piece.tensor, firsts[-1] + piece.buffer
+            for kind, starts, lengths, strides in _forms(piece, aligned=aligned):
+                numbers.extend((*bases, piece.entry, programs, kind, *starts, *lengths, *strides))
                 planes, rows, cols = lengths
                 blocks = planes * -(-rows // (STRIDED_ROWS if kind == STRIDED else ROWS)) * -(-cols // COLS)
                 programs -= -blocks // self.blocks
@@ -190,9 +190,9 @@ def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
     return tuple(zip(*dims, strict=True)) if dims else ((),) * (1 + len(strides))
 
 
-def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
+def _forms(piece: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
     """Yield kind, starts, lengths and strides of the rows of a piece, those of the tensors before the buffer's."""
-    dims = in_three_dims(place.shape, place.strides, place.buffer_strides)
+    dims = in_three_dims(piece.shape, piece.strides, piece.buffer_strides)
     assert dims is not None
     shape, a, b = dims
     if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
@@ -208,7 +208,7 @@ def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, 
         missing = 3 - len(sizes[0])
         lengths = (1,) * missing + sizes[0]
         a, b = ((0,) * missing + steps for steps in sizes[1:])
-        starts = place.start + skipped, place.buffer_start + skipped
+        starts = piece.start + skipped, piece.buffer_start + skipped
         kind = STRIDED
         if aligned and a[2] == 1 and not any(number % _ALIGNMENT for number in (*starts, lengths[2], *a[:2], b[0])):
             if b[2] == 1 and not b[1] % _ALIGNMENT:

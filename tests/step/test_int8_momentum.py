@@ -12,6 +12,13 @@ import muonmesh as mm
 from muonmesh.numerics.blockwise import Codes, decode, encode, largest
 from muonmesh.step.int8_momentum import SCALE
 
+COVERS = (
+    "numerics.blockwise.encode",
+    "numerics.blockwise.decode",
+    "step.int8_momentum.Int8Codec",
+    "step.int8_momentum.Blocks",
+)
+
 SHAPES: list[tuple[tuple[int, ...], object]] = [((40, 600), None), ((600, 40), None), ((9, 70, 3, 3), "flatten")]
 
 
