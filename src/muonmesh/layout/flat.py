@@ -119,23 +119,23 @@ class FlatShards:
         return FlatShards(within, tuple(intervals), tuple(sizes), tuple(map(tuple, replicas.values())))
 
     @staticmethod
-    def in_buffer(within: MeshLayout, axes: Sequence[int], place: Interval, size: int) -> FlatShards:
+    def in_buffer(within: MeshLayout, axes: Sequence[int], whole: Interval, size: int) -> FlatShards:
         """Return the layout of a parameter in a flat buffer that axes of a mesh cut into equal parts.
 
         Args:
             within: As for `on_axes`.
             axes: The axes that cut the buffer; the last of them cuts first.
-            place: The place of the flattened local tensor in the buffer.
+            whole: The place of the flattened local tensor in the buffer.
             size: The number of elements in the buffer.
         """
 
-        def held(_: int, at: Sequence[int]) -> list[Interval]:
+        def intervals_at(_: int, at: Sequence[int]) -> list[Interval]:
             number, count = 0, 1
             for axis in reversed(axes):
                 number, count = number * within.mesh[axis] + at[axis], count * within.mesh[axis]
-            return [place.share(size, number, count)]
+            return [whole.share(size, number, count)]
 
-        return FlatShards.on_axes(within, axes, held)
+        return FlatShards.on_axes(within, axes, intervals_at)
 
     @property
     def shape(self) -> tuple[int, ...]:
