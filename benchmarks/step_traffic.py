@@ -23,7 +23,7 @@ from benchmarks.contenders import Entries
 from benchmarks.report import print_rows, write_json
 
 from muonmesh.comm.schedule import stages_of
-from muonmesh.comm.work import Batching
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.layout import FlatShards, Interval, MeshLayout, Replicate, split_matrices
 from muonmesh.tools.cli.plan_command import weights_of
 from muonmesh.tools.cli.planning import EXPERTS, parse_cluster
@@ -205,8 +205,8 @@ def flat_rows_of(case: str) -> list[Row]:
     sent, back, messages = 0, 0, 0
     for rank in plan.ranks:
         stages, _ = stages_of(plan, rank, plan.ranks, Batching())
-        sent += sum(leg.piece.numel for stage in stages for leg in stage.passage.leaving)
-        back += sum(leg.piece.numel for stage in stages for passage in stage.back for leg in passage.leaving)
+        sent += sum(row.piece.numel for stage in stages for row in stage.to_owners.leaving)
+        back += sum(row.piece.numel for stage in stages for packed in stage.back for row in packed.leaving)
         messages = max(messages, sum(stage.gathers + len(stage.back) for stage in stages))
     elements = sum(math.prod(weight.layout.shape) for weight in weights)
     gradients = round(elements * (ranks - 1) / ranks * ITEM)

@@ -57,9 +57,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import muonmesh as mm
 import muonmesh.optimizer
+from muonmesh.comm.communicator import AllToAll, Communicator, PendingCollective
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.wire import Swap, Transfer, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.step_callbacks import StepCallbacks
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
@@ -154,21 +154,21 @@ def slowest(milliseconds: float) -> float:
 @contextmanager
 def nothing_travels() -> Iterator[None]:
     """Let transfers be over when they begin; what has arrived is what arrived before."""
-    swap = Wire.swap
+    all_to_all = Communicator.start
 
-    def over(wire: Wire, moved: Swap) -> Transfer:
-        return Transfer(moved.what, (), [])
+    def over(communicator: Communicator, moved: AllToAll) -> PendingCollective:
+        return PendingCollective(moved.name, (), [])
 
-    Wire.swap = over  # type: ignore[method-assign]
+    Communicator.start = over  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Wire.swap = swap  # type: ignore[method-assign]
+        Communicator.start = all_to_all  # type: ignore[method-assign]
 
 
 def communicate(exchange: Exchange) -> None:
     """Take part in the collectives of a step, with nothing to compute in between."""
-    exchange.run(Work())
+    exchange.run(StepCallbacks())
 
 
 def bound(rank: Rank, rounds: int) -> Found:
@@ -261,9 +261,9 @@ NAMES = {
 class Moving(threading.Thread):
     """Waits for a transfer, to see when it is over."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: PendingCollective) -> None:
         super().__init__()
-        self.phase, self.begin, self.end = transfer.what, time.time(), 0.0
+        self.phase, self.begin, self.end = transfer.name, time.time(), 0.0
         self.works, transfer.works = transfer.works, []
         self.start()
 
@@ -279,7 +279,7 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
     """Let the exchange's parts, and what is computed in them, have names in torch's profile; collect its transfers."""
     under_way: dict[int, Moving] = {}
     before = {name: getattr(Exchange, name) for name in NAMES}
-    swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
+    all_to_all, finish, adamw = Communicator.start, Communicator.finish, muonmesh.optimizer.step_elementwise
 
     def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def call(exchange: Exchange, bucket: Any, *arguments: Any) -> Any:
@@ -289,18 +289,18 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
 
         return call
 
-    def named_swap(wire: Wire, moved: Swap) -> Transfer:
-        transfer = swap(wire, moved)
+    def named_swap(communicator: Communicator, moved: AllToAll) -> PendingCollective:
+        transfer = all_to_all(communicator, moved)
         under_way[id(transfer)] = Moving(transfer)
         return transfer
 
-    def named_finish(wire: Wire, transfer: Transfer | None) -> None:
+    def named_finish(communicator: Communicator, transfer: PendingCollective | None) -> None:
         if transfer is None:
             return
-        with record_function(f"muonmesh|waits|{transfer.what}"):
+        with record_function(f"muonmesh|waits|{transfer.name}"):
             moving.append(under_way.pop(id(transfer)))
             moving[-1].join()
-            finish(wire, transfer)
+            finish(communicator, transfer)
 
     def named_adamw(*arguments: Any) -> None:
         with record_function("muonmesh|AdamW|"):
@@ -308,14 +308,14 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
 
     for name, part in before.items():
         setattr(Exchange, name, named(name, part))
-    Wire.swap, Wire.finish = named_swap, named_finish  # type: ignore[method-assign]
+    Communicator.start, Communicator.finish = named_swap, named_finish  # type: ignore[method-assign]
     muonmesh.optimizer.step_elementwise = named_adamw  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for name, part in before.items():
             setattr(Exchange, name, part)
-        Wire.swap, Wire.finish = swap, finish  # type: ignore[method-assign]
+        Communicator.start, Communicator.finish = all_to_all, finish  # type: ignore[method-assign]
         muonmesh.optimizer.step_elementwise = adamw  # type: ignore[attr-defined]
 
 

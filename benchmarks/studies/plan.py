@@ -32,7 +32,8 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
-from muonmesh.layout.routes import Routes, pieces
+from muonmesh.layout.piece_table import pieces
+from muonmesh.layout.plan import Routes
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.cli.planning import Cluster, at_home, least_imbalance
 from muonmesh.tools.forecasts.forecast import muon_parameter

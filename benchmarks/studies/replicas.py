@@ -41,7 +41,7 @@ def sent() -> int:
 def measure() -> None:
     """Measure both ways on one rank; rank 0 prints seconds and bytes of each round as JSON."""
     import muonmesh as mm
-    from muonmesh.comm.work import Work
+    from muonmesh.comm.step_callbacks import StepCallbacks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -55,7 +55,7 @@ def measure() -> None:
     assert connected is not None
     results = [torch.zeros(SIDE * SIDE, dtype=torch.bfloat16) for _ in range(world)]
     variants: dict[str, Callable[[], Any]] = {
-        "passed on": lambda: connected.exchange.run(Work()),
+        "passed on": lambda: connected.exchange.run(StepCallbacks()),
         "all-gather": lambda: dist.all_gather(results, torch.zeros_like(results[0])),
     }
     samples: dict[str, list[tuple[float, int]]] = {variant: [] for variant in variants}

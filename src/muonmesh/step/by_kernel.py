@@ -81,11 +81,11 @@ def mark_nonzero(
         return table.rows
     held = [gradients[number] for number in table.parameters]
     divided: tuple[list[_Launch], list[Row]]
-    last, divided = table.kept.get(_NONZERO, (None, ([], [])))
+    last, divided = table.derived.get(_NONZERO, (None, ([], [])))
     if version is None or last is not version:
         forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in held])
         divided = _divided(table, _NONZERO, forms, (), SEARCHED)
-        table.kept[_NONZERO] = version, divided
+        table.derived[_NONZERO] = version, divided
     launches, left = divided
     for launch in launches:
         launch.pieces.version = version

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.copies import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import connected
+from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank, send_objects_by
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.rendezvous import connected
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import send_by, tell_all, tell_by_rank
+from muonmesh.comm.undeclared_replicas import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
@@ -140,7 +140,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     facts: Facts | None = None
     sums: Gradients = {}
     if planned is not None:
-        send_by(planned.device)
+        send_objects_by(planned.device)
         try:
             claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
@@ -148,28 +148,28 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
             facts = Facts(claims, products, runtime.ranks.machine, added(sums))
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
-    facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
+    facts_of = cast(dict[int, Facts], gather_objects_by_rank(facts, error, group=group))
     copies = find_copies({rank: rank_facts.claims for rank, rank_facts in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
     averages = {rank: rank_facts.averages for rank, rank_facts in facts_of.items()}
-    insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
+    insist_on_averages(averages, lambda: gather_objects_by_rank(sums, group=group))
     owned = [number for number, assignment in enumerate(planned.plan.assignments) if assignment.owner == planned.rank]
     orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.wire,
-        companion_dtype=runtime.precision.carried,
+        factored_dtype=runtime.precision.carried,
         device=planned.device,
         batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),
     )
     planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(planned.exchange.wire.steps)
+    runtime.source.complete(planned.exchange.communicator.steps)
     if "rounding" not in runtime.warned:
         runtime.warned.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
@@ -215,10 +215,10 @@ def _plan_of_all(
         PlanError: on every rank, if plans of the same parameters differ.
     """
     error = error or unknown_matrix([] if planned is None else planned.members)
-    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
+    plans = gather_objects(None if planned is None else planned.plan.digest, error, group=group)
     assert planned is not None
     if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
-        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
+        views = gather_objects(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = widened(planned, views, ranks, planner)
         insist(group, planned.plan)
     return planned
@@ -251,7 +251,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> Planne
     if before is None:
         return None
     same = settings.error is None and before.signature == Signature.of(groups, runtime, settings.terms)
-    runtime.source.complete(before.exchange.wire.steps)
+    runtime.source.complete(before.exchange.communicator.steps)
     return None if same else before
 
 
@@ -300,7 +300,7 @@ def _planner(runtime: Runtime) -> Planner:
         itemsize = runtime.precision.compute.itemsize
         budget = Budget.of(parameters, runtime.requested.memory_budget_mb, itemsize=itemsize, host=host)
         return make_plan(
-            parameters, known=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
+            parameters, fixed_owners=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
         )
 
     return planner

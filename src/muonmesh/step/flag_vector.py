@@ -96,7 +96,7 @@ class FlagVector:
 
     def partial(self, agreed: Agreed) -> dict[int, list[int]]:
         """Return the parameters of which a rank has a partial gradient, by number: its reduction along each axis."""
-        bits = agreed.each("placed").tolist()
+        bits = agreed.answers("placed").tolist()
         if not any(bits):
             return {}
         digits = [bits[first : first + PLACED] for first in range(0, len(bits), PLACED)]

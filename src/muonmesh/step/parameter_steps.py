@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import Storage, is_freed, local_of, this_rank
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
 from muonmesh.layout.piece_table import PieceTable
@@ -291,7 +291,7 @@ class StateCodec:
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its state, if that can be done before the step begins."""
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Begin the step, when all parameters are bound. All ranks call this."""
 
     def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:

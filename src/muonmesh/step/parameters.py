@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.sharing import restricted
 from muonmesh.comm.storage import PLAIN, is_freed, local_of, local_shape
-from muonmesh.comm.wire import Wire
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.numerics.rules import Rule
@@ -307,7 +307,7 @@ class ReadyParameters:
 
     def begin(
         self,
-        wire: Wire,
+        communicator: Communicator,
         rules: Sequence[Rule | None],
         flags: Flags,
         squares: dict[int, list[Tensor]] | None,
@@ -316,7 +316,7 @@ class ReadyParameters:
         """Create missing state, bring all state into its form, and let its codec begin. All ranks call this.
 
         Args:
-            wire: Sends to the other ranks.
+            communicator: Sends to the other ranks.
             rules: For each param group the snapshot of its rule.
             flags: The flags that all ranks agreed on. ``flags.nonzero`` says of each matrix whether its gradient is not
                 zero.
@@ -331,7 +331,7 @@ class ReadyParameters:
         for entry in self._fresh:
             self._make_ready(entry)
         if self.codec is not None:
-            self.codec.begin(wire)
+            self.codec.begin(communicator)
 
     def _make_ready(self, entry: ParameterStep) -> None:
         member = entry.member

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.agreement import SILENT, bits_of
-from muonmesh.comm.copies import Claim, Gradients, Sums
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.undeclared_replicas import Claim, Gradients, Sums
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.settings.reading import StepSettings
@@ -155,7 +155,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
     if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
         yield 0, flat
         return
-    for first, length, start in storage.layout.held(this_rank()):
+    for first, length, start in storage.layout.intervals_of(this_rank()):
         yield first, flat[start : start + length]
 
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.comm.placing import placements_of
-from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 
@@ -205,7 +205,7 @@ def prove(
         LayoutError: on every rank, if the records of any rank do not describe its flat tensors.
     """
     flats = settled(read, kind=LayoutError)
-    everyone = agreed(lambda: _intervals(flats, parameters), kind=LayoutError)
+    everyone = results_of_all_ranks(lambda: _intervals(flats, parameters), kind=LayoutError)
 
     def contents(flat: Flat) -> list[FlatParameter]:
         ranks = tuple(dist.get_process_group_ranks(flat.process_group))
@@ -214,7 +214,7 @@ def prove(
 
     # All ranks must succeed here before they gather parameters together.
     layouts = settled(lambda: [contents(flat) for flat in flats], kind=LayoutError)
-    agreed(lambda: _compare(flats, parameters), kind=LayoutError)
+    results_of_all_ranks(lambda: _compare(flats, parameters), kind=LayoutError)
     return list(zip(flats, layouts, strict=True))
 
 

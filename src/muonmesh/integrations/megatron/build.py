@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
-from muonmesh.clip.squares import half_of
-from muonmesh.comm.telling import tell_all
+from muonmesh.clip.squares import scale_kind_of
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
@@ -124,8 +124,8 @@ def get_megatron_optimizer(
         return built, used
 
     built, here = settled(build, kind=PlanError)
-    groups = [(group["name"], half_of(group)) for group in built.param_groups if group["params"]]
-    told = tell_all((here, built.limits, groups))
+    groups = [(group["name"], scale_kind_of(group)) for group in built.param_groups if group["params"]]
+    told = gather_objects((here, built.limits, groups))
     unused = sorted(set(overrides or {}).difference(*(used for used, *_ in told)))
     if unused:
         needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"

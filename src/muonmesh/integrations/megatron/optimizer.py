@@ -19,7 +19,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
+from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -154,7 +154,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
         Args:
             everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
-                clipping counts it as AdamW's (FELT) or Muon's.
+                clipping counts it as AdamW's (SCALE_SENSITIVE) or Muon's.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
@@ -168,7 +168,9 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
                 raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
+        self._clips = limits.policy != "adamw_only" or any(
+            half == SCALE_SENSITIVE for _, some in everyone for _, half in some
+        )
 
         # For each set of ranks. Nothing has averaged gradients yet, and Megatron may not even have written them.
         settled(lambda: connect(self.optimizer.param_groups, self.runtime, gradients=False), kind=PlanError)
