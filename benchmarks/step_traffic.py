@@ -194,24 +194,24 @@ def flat_rows_of(case: str) -> list[Row]:
     for weight in weights:
         buffers.setdefault(str(BUFFERS[kind](weight)), []).append(weight)
     flat = {}
-    for numels in buffers.values():
-        sizes = [math.prod(weight.layout.shape) for weight in numels]
+    for in_buffer in buffers.values():
+        sizes = [math.prod(weight.layout.shape) for weight in in_buffer]
         size = -(-sum(sizes) // ranks) * ranks
-        for weight, count, end in zip(numels, sizes, itertools.accumulate(sizes), strict=True):
+        for weight, count, end in zip(in_buffer, sizes, itertools.accumulate(sizes), strict=True):
             within = MeshLayout.replicated(weight.layout.shape, tuple(range(ranks)))
             layout = FlatShards.in_buffer(within, [0], Interval(0, count, end - count), size)
             flat[weight.name] = Weight(weight.name, layout, weight.matrices)
     plan = forecast([flat[weight.name] for weight in weights], itemsize=ITEM).plan
-    sent, back, messages = 0, 0, 0
+    sent_to_owners, sent_back, messages = 0, 0, 0
     for rank in plan.ranks:
         stages, _ = stages_of(plan, rank, plan.ranks, Batching())
-        sent += sum(row.piece.numel for stage in stages for row in stage.to_owners.leaving)
-        back += sum(row.piece.numel for stage in stages for packed in stage.back for row in packed.leaving)
+        sent_to_owners += sum(row.piece.numel for stage in stages for row in stage.to_owners.leaving)
+        sent_back += sum(row.piece.numel for stage in stages for packed in stage.back for row in packed.leaving)
         messages = max(messages, sum(stage.gathers + len(stage.back) for stage in stages))
     elements = sum(math.prod(weight.layout.shape) for weight in weights)
     gradients = round(elements * (ranks - 1) / ranks * ITEM)
     begun = len(buffers)
-    directions, results = round(sent / ranks * ITEM), round(back / ranks * ITEM)
+    directions, results = round(sent_to_owners / ranks * ITEM), round(sent_back / ranks * ITEM)
     return [
         Row(case, "AdamW", gradients, begun),
         Row(case, "muonmesh", gradients + directions + results, begun + messages),

@@ -32,8 +32,8 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if clip is None:
         return None
     if config.get("gradient_clipping"):
-        found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
-        raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
+        problem = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
+        raise ValueError(explain_error("clip", problem, "only one of them", "Remove gradient_clipping"))
     limits = Limits(**clip) if isinstance(clip, Mapping) else Limits(clip)
     limits.check()
     return limits
