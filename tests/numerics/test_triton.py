@@ -31,12 +31,27 @@ from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.support.interpreter import interpreting
 from tests.support.pieces import pieces_of
+from tests.support.tensors import commuting_operands
 
 Interpreter = Callable[..., Any]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
 """The largest error of one rounding, relative."""
+
+COVERS = (
+    "numerics.kernels.triton.triton_products",
+    "numerics.kernels.fused.fold",
+    "numerics.kernels.norms.measure",
+    "numerics.kernels.pinned_copies.download",
+    "numerics.kernels.pieces.fold",
+    "numerics.kernels.recording.Recording",
+    "numerics.kernels.rows.PieceRows",
+    "numerics.kernels.small.orthogonalize",
+    "numerics.kernels.toolchain.is_interpreted",
+    "step.by_kernel.ByKernel",
+)
+
 # Smaller than a tile, larger with rows that are not aligned, tiles of 128 that do not divide the matrix.
 SIZES = [
     *((1, 1, 1, BF16), (65, 130, 2, BF16), (3, 50, 2, FP16), (3, 50, 2, FP32)),
@@ -93,7 +108,7 @@ def by_torch() -> tuple[list[float], set[bool], int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "addmm", noted)
         patch.setattr(triton, "TORCH_FROM", {FP16: 24})
-        x, a, _ = operands(24, 136, 2, FP16)
+        x, a, _ = commuting_operands(24, 136, 2, FP16)
         errors, exact = [], 0.5 * a.double() @ x.double()
         for given, dtype in (((), FP16), ([(x, 0.0)], FP16), ((), BF16)):  # the first alone by torch
             result = triton_products(at_once=2).multiply(
@@ -189,16 +204,6 @@ def repeated(what: str, waits: bool) -> tuple[bool, float, list[int]]:
     return all(map(torch.equal, found, expected)), float((found[3] - near[3]).abs().max()), [again for _, again in ways]
 
 
-def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
-    torch.manual_seed(rows + cols)
-    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
-    s = torch.randn(batch, rows, rows, dtype=torch.float64)
-    s = (s + s.mT) / rows**0.5 / 2
-    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
-    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
-
-
 def excess(result: Tensor, exact: Tensor, terms: int) -> float:
     """The error beyond one rounding, in roundings of an fp32 sum of that many terms of the largest magnitude."""
     if not result.isfinite().all():
@@ -216,7 +221,7 @@ def upper(x: Tensor) -> Tensor:
 def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
     """The excess of every product; raises where one wrote an operand or is not symmetric."""
     matmuls = triton_products(at_once=3)
-    x, a, b = operands(rows, cols, batch, dtype)
+    x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
     s = torch.linspace(0.7, 1.9, batch)[:, None, None]  # no power of two: multiplying by them has to round
@@ -270,7 +275,7 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
 def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     """Products of matrices that lie in memory in every other way."""
     matmuls = triton_products(at_once=3)
-    x, a, _ = operands(rows, cols, 2, dtype)
+    x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
@@ -296,7 +301,7 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
 
 def around() -> list[bool]:
     """Whether zeros stay zeros, a matrix that is not finite becomes NaN, and the one between them is untouched."""
-    x, _, _ = operands(40, 72, 4, BF16)
+    x, _, _ = commuting_operands(40, 72, 4, BF16)
     alone = orthogonalize(x[1], dtype=BF16, kernels="triton", steps=3)
     x[0], x[2, 3, 4], x[3, 5, 6] = 0, math.nan, -math.inf
     result = orthogonalize(x, dtype=BF16, kernels="triton", steps=3)
@@ -307,7 +312,7 @@ def far_apart() -> float:
     """The excess of a product with strides that need 64 bits; the memory between the rows is never touched."""
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
-    x.copy_(operands(3, 20, 1, torch.bfloat16)[0])
+    x.copy_(commuting_operands(3, 20, 1, torch.bfloat16)[0])
     gram = triton_products(at_once=1).multiply(
         x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
     )
@@ -546,7 +551,7 @@ def nonzeros() -> list[int]:
 
 def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     """The excess of (q + W)(p + Z), with the identity inside, and how far it is from symmetric."""
-    _, z, w = operands(rows, 2 * rows, 2, dtype)
+    _, z, w = commuting_operands(rows, 2 * rows, 2, dtype)
     p, q = 1.75, 0.625
     out = torch.full_like(z, torch.nan)
     triton.multiply(w, z, ((z, q), (w, p)), out, symmetric=symmetric, identity=p * q)

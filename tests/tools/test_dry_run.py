@@ -31,6 +31,12 @@ from tests.device.pretended import pretended_cuda
 from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.support.samples import one_in
 
+COVERS = (
+    "layout.budget.Budget",
+    "report.traffic.traffic",
+    "tools.forecasts.step_memory.step_memory",
+)
+
 MIB = 2**20
 VECTORS = 2**16  # bytes: rates and flags
 SOAK = pytest.mark.soak
