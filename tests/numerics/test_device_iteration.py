@@ -47,7 +47,7 @@ def like_triton() -> Matmuls:
     return Matmuls(multiply=multiply, at_once=1)
 
 
-TABLES = {"torch": torch_products(at_once=1), "triton": like_triton()}
+TABLES = {"torch": torch_products(batch_limit=1), "triton": like_triton()}
 
 
 def on_device(
@@ -90,9 +90,9 @@ def test_bf16_is_fp16_on_devices_and_three_steps_are_one_product() -> None:
         form = of("cuda", dtype=dtype)
         assert form.dtype == torch.float16
         assert form.degrees == [[3, 3, 3], [3, 3]]
-        assert form.told == "polar_express in fp16"
+        assert form.description == "polar_express in fp16"
     assert of("cuda", dtype=torch.float32).dtype == torch.float32
-    assert of("cuda", dtype=torch.float32).told == "polar_express"
+    assert of("cuda", dtype=torch.float32).description == "polar_express"
     assert of("cpu").dtype == torch.bfloat16
     with pytest.raises(TypeError, match="float16 on a CPU"):
         of("cpu", dtype=torch.float16)

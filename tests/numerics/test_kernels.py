@@ -35,7 +35,7 @@ EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {
     "blocked": (BLOCKED, 1),
     "dense": (dense(at_once=3), 3),
-    "device": (torch_products(at_once=3), 3),
+    "device": (torch_products(batch_limit=3), 3),
 }
 
 

@@ -183,9 +183,9 @@ def register_coefficients(name: str, chosen: CoefficientSet) -> None:
     for number, polynomial in enumerate(polynomials if chosen.deflation is not None else (), 1):
         # The first uses the products of the closer bound, and all may share one Gram matrix.
         if len(polynomial) != 3 and (number == 1 or len(polynomial) != 5):
-            found = f"{polynomial} as number {number}, after {chosen.deflation}"
+            actual = f"{polynomial} as number {number}, after {chosen.deflation}"
             needed = "three numbers, (a, b, c), and after the first three or five"
-            raise ValueError(explain_error("polynomials", found, needed, "Leave out deflation, or change this one"))
+            raise ValueError(explain_error("polynomials", actual, needed, "Leave out deflation, or change this one"))
     COEFFICIENT_SETS[name] = replace(chosen, polynomials=polynomials)
 
 
@@ -213,10 +213,10 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
     """
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENT_SETS:
-            known = ", ".join(map(repr, ("auto", *COEFFICIENT_SETS)))
-            found, needed = f"{coefficients!r}", f"one of {known} or a sequence of polynomials"
+            set_names = ", ".join(map(repr, ("auto", *COEFFICIENT_SETS)))
+            actual, needed = f"{coefficients!r}", f"one of {set_names} or a sequence of polynomials"
             write = 'Write coefficients="polar_express"'
-            raise ValueError(explain_error("coefficients", found, needed, write))
+            raise ValueError(explain_error("coefficients", actual, needed, write))
         return COEFFICIENT_SETS[coefficients]
     try:
         polynomials = tuple(tuple(map(_as_float, polynomial)) for polynomial in coefficients)
@@ -227,9 +227,9 @@ def coefficient_set(coefficients: Coefficients) -> CoefficientSet:
         raise ValueError(explain_error("coefficients", "an empty sequence", "at least one polynomial", _EXAMPLE))
     for polynomial in polynomials:
         if len(polynomial) < 2 or not all(-LARGEST <= value <= LARGEST for value in polynomial):
-            found = f"the polynomial {polynomial}"
+            actual = f"the polynomial {polynomial}"
             needed = f"two or more numbers of at most {LARGEST:g} in size, the factors of x, x³, …"
-            raise ValueError(explain_error("coefficients", found, needed, "Write for example (1.5, -0.5)"))
+            raise ValueError(explain_error("coefficients", actual, needed, "Write for example (1.5, -0.5)"))
     return CoefficientSet(polynomials, "repeat_last", steps=len(polynomials))
 
 
@@ -249,8 +249,8 @@ def coefficient_schedule(coefficients: Coefficients, steps: int | None = None) -
         TypeError: As `coefficient_set`, or `steps` is not an int.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        found = f"{steps!r} ({type(steps).__name__})"
-        raise TypeError(explain_error("steps", found, "an int or None", "Write steps=5"))
+        actual = f"{steps!r} ({type(steps).__name__})"
+        raise TypeError(explain_error("steps", actual, "an int or None", "Write steps=5"))
     chosen = coefficient_set(coefficients)
     steps = chosen.steps if steps is None else steps
     if not 1 <= steps <= MOST_STEPS:

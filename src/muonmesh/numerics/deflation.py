@@ -85,11 +85,11 @@ def deflate(x: Tensor, vectors: int) -> None:
         _deflate(x.float() if x.dtype == torch.float16 else x, x, vectors)  # thin products leave the range of fp16
         return
 
-    def each() -> None:
-        for one in x.unbind():  # in fp32 the bits of a batch differ from those of a single matrix
-            _deflate(_multiplied(one), one, vectors)
+    def one_by_one() -> None:
+        for matrix in x.unbind():  # in fp32 the bits of a batch differ from those of a single matrix
+            _deflate(_multiplied(matrix), matrix, vectors)
 
-    run_on_one_thread(each, device=x.device)
+    run_on_one_thread(one_by_one, device=x.device)
 
 
 def departure(x: Tensor, vectors: int) -> float:
@@ -134,7 +134,9 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         gram = rest @ rest.mT
         # A decomposition of a matrix that is not finite raises an error; X is not finite then, and stays so.
         finite = gram.isfinite().flatten(-2).all(-1)[..., None, None]
-        squares, turn = torch.linalg.eigh(torch.where(finite, gram, torch.eye(vectors, dtype=exact, device=x.device)))
+        squares, rotation = torch.linalg.eigh(
+            torch.where(finite, gram, torch.eye(vectors, dtype=exact, device=x.device))
+        )
         squares = squares.clamp_min(torch.finfo(exact).tiny)
         values = squares.sqrt()
         target = torch.maximum(values[..., :1], values[..., -1:] * _FLOOR)
@@ -145,10 +147,10 @@ def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:
         target = torch.where(rounding, _just_narrowed(values, norm), target)
         less = (1 - target / values).clamp_min(0)
         # X V S = X Xᵀ Q for the right vectors, which are one product nearer than the left vectors, Q times the turn.
-        inside = (turn.mT @ rest).to(x.dtype)
-        left = (x @ inside.mT).to(exact) * (less / squares)[..., None, :]
+        inside = (rotation.mT @ rest).to(x.dtype)
+        left_vectors = (x @ inside.mT).to(exact) * (less / squares)[..., None, :]
         subtract = x.addmm_ if x.ndim == 2 else x.baddbmm_
-        subtract(left.to(x.dtype), inside, alpha=-1)
+        subtract(left_vectors.to(x.dtype), inside, alpha=-1)
         if out is not x:
             out.copy_(x)
 

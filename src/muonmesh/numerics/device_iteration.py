@@ -134,26 +134,26 @@ class DeviceIteration:
         factor: Tensor | None = None
         constant, power = 1.0, 1.0
         for number, p in enumerate(polynomials, 1):
-            own, of_own, last = p[0], _power(height(p)), number == len(polynomials)
+            p0, step_power, last = p[0], _power(height(p)), number == len(polynomials)
             if factor is None and last and len(p) > 2:  # the identity is part of the factor
-                factor, constant, power = self._polynomial(p, r, of_own, identity=own), 0.0, of_own
+                factor, constant, power = self._polynomial(p, r, step_power, identity=p0), 0.0, step_power
                 continue
-            z = self._polynomial(p, r, of_own)
+            z = self._polynomial(p, r, step_power)
             joined = z
             if factor is None:
-                constant, power = own, of_own
+                constant, power = p0, step_power
             else:  # (Z + p₀)(Q + μ)
-                both = _power(prod(map(height, polynomials[:number])))
-                terms = [(factor, own * both / power), (z, constant * both / of_own)]
+                joint_power = _power(prod(map(height, polynomials[:number])))
+                terms = [(factor, p0 * joint_power / power), (z, constant * joint_power / step_power)]
                 joined = self._square()
-                more = {"identity": own * constant * both}
-                multiply(z, factor, terms[: 2 if constant else 1], joined, both / (of_own * power), **more)
+                more = {"identity": p0 * constant * joint_power}
+                multiply(z, factor, terms[: 2 if constant else 1], joined, joint_power / (step_power * power), **more)
                 self._free.append(factor)
-                constant, power = 0.0, both
+                constant, power = 0.0, joint_power
             if not last:  # the next Gram matrix, (Z + p₀) R (Z + p₀)
                 half = self._square()
-                multiply(z, r, ((r, own),), half, 1 / of_own)
-                multiply(z, half, ((half, own),), r, 1 / of_own)
+                multiply(z, r, ((r, p0),), half, 1 / step_power)
+                multiply(z, half, ((half, p0),), r, 1 / step_power)
                 self._free.append(half)
             if joined is not z:
                 self._free.append(z)
@@ -171,8 +171,8 @@ class DeviceIteration:
             lead, u, w, t = factored(p)
             h = self._square()
             multiply(r, r, ((r, u),), h, 1 / _GRAM)
-            both = (h, lead * w * power / _GRAM), (r, lead * t * power / _GRAM)
-            multiply(h, h, both, out, lead * power / _GRAM**2, identity=identity * power)
+            summands = (h, lead * w * power / _GRAM), (r, lead * t * power / _GRAM)
+            multiply(h, h, summands, out, lead * power / _GRAM**2, identity=identity * power)
             self._free.append(h)
             return out
         terms, alpha = ((r, p[-2] * power / _GRAM),), p[-1] * power / _GRAM**2

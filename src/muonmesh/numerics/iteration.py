@@ -41,11 +41,16 @@ def buffers_of(
     """
     shape = torch.Size((len(matrices), *sorted(matrices.shape[1:])))
 
-    def memory(given: Tensor | None, number: int) -> Tensor:
-        fits = given is not None and given.shape == shape and given.is_contiguous()
-        if given is None or not fits or given.dtype.itemsize != dtype.itemsize or given.data_ptr() % ALIGNMENT:
+    def memory(candidate: Tensor | None, number: int) -> Tensor:
+        fits = candidate is not None and candidate.shape == shape and candidate.is_contiguous()
+        if (
+            candidate is None
+            or not fits
+            or candidate.dtype.itemsize != dtype.itemsize
+            or candidate.data_ptr() % ALIGNMENT
+        ):
             return scratch(f"long {number}", shape, dtype=dtype, device=matrices.device)
-        return given if given.dtype == dtype else given.view(dtype)
+        return candidate if candidate.dtype == dtype else candidate.view(dtype)
 
     first, second = memory(matrices if overwrite else None, 0), memory(out, 1)
     return (first, second) if turns % 2 else (second, first)
@@ -82,7 +87,7 @@ class CpuIteration:
         self._shape, self._device = self.x.shape, matrices.device
         exact, deflation = self._matmuls.exact, self._prepared.deflation
         self._row_products = row_products if exact is None else exact.row_products
-        self._squares, self._together = dict[str, Tensor](), self._matmuls.at_once > 1
+        self._squares, self._batched = dict[str, Tensor](), self._matmuls.at_once > 1
         loaded = self._load(matrices)
         self._norm_is(loaded)
         if deflation is None:
@@ -122,9 +127,9 @@ class CpuIteration:
         """Write matrices to X times a power of two, and return their norms; see `load`."""
         exact = self._matmuls.exact
         if exact is None:
-            return load(matrices, self.x, together=self._together)
+            return load(matrices, self.x, together=self._batched)
         if self._exact_for(matrices) is None:  # not in one pass; the norms are summed in one way all the same
-            load(matrices, self.x, together=self._together)
+            load(matrices, self.x, together=self._batched)
             matrices = self.x
         return exact.load(matrices, self.x)
 
@@ -134,7 +139,7 @@ class CpuIteration:
 
     def _norm_is(self, norm: Tensor) -> None:
         self._norm, self._inverse = norm, norm.reciprocal()
-        self._inverse_square = self._inverse.square() if self._together else norm.square().reciprocal()
+        self._inverse_square = self._inverse.square() if self._batched else norm.square().reciprocal()
 
     def begin(self, p: Polynomial) -> None:
         """Divide X by ‖A²‖^¼ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.
@@ -198,19 +203,19 @@ class CpuIteration:
         # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
         if last:
             full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
-            held, free = spare, "a"
-            pap = symmetric_part(full, self._square("d"), self._square(held))
+            pap_buffer, free = spare, "a"
+            pap = symmetric_part(full, self._square("d"), self._square(pap_buffer))
         else:
-            held, free = "a", spare
-            pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(held))
+            pap_buffer, free = "a", spare
+            pap = matmuls.multiply(z, pa, [(pa, p0)], self._square(pap_buffer))
         w = self._without_constant(q, pap, free, "d")
         other = self._square(free if w is self._squares.get("d") else "d")
         if last:
-            factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(held), symmetric=False)
+            factor = matmuls.multiply(w, z, [(z, 0.0)], self._square(pap_buffer), symmetric=False)
             factor = add_scaled(factor, z, q0, w, p0, other)
         else:
-            both = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(held))
-            factor = matmuls.multiply(w, z, [(both, p0 + q0)], other)
+            summand = torch.lerp(z, w, p0 / (p0 + q0), out=self._square(pap_buffer))
+            factor = matmuls.multiply(w, z, [(summand, p0 + q0)], other)
 
         self._apply(factor, p0 * q0 + self._centre(factor, z, p0, w, q0))
 
@@ -251,14 +256,14 @@ class CpuIteration:
             with_r = ((r, scale * constant), (low, scale * constant))
             multiply(z, r, with_r, zr, scale, symmetric=number > 0, low=zr_low)
             multiply(zr, z, ((zr, constant), (zr_low, constant)), r, low=low)
-            scale, step, both = 1.0, square(f"step {number % 2}"), square(f"factor {number % 2}")
+            scale, step, joint = 1.0, square(f"step {number % 2}"), square(f"factor {number % 2}")
             if len(p) == 3:
                 z, constant = multiply(r, r, ((r, p[1]),), step, p[2]), _number(p[0])
             else:
                 z, constant = self._degree_9(p, r, step)
             # Both triangles: rounded matrices commute only nearly, and no later product of X corrects the error.
-            multiply(z, factor, ((factor, constant), (z, mean)), both, symmetric=False)
-            mean, factor = constant * mean + self._centre(both, factor, mean[..., 0], z, constant[..., 0]), both
+            multiply(z, factor, ((factor, constant), (z, mean)), joint, symmetric=False)
+            mean, factor = constant * mean + self._centre(joint, factor, mean[..., 0], z, constant[..., 0]), joint
         self._last = True
         self._apply(factor, mean)
 

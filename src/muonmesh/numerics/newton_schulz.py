@@ -164,12 +164,12 @@ class Orthogonalizer:
 
     @property
     def joins(self) -> Hashable:
-        """What is equal for shapes whose matrices `together` takes, if their settings are; None: of one shape alone."""
+        """What is equal for shapes that `orthogonalize_batches` takes, if their settings are; None: one shape alone."""
         alone = not self.on_device or (self.products.small is not None and self.quintics)
         return None if alone else (self.rows, self.segments)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The coefficient set and, on a device, the dtype between products, as `explain` shows them."""
         name = self.coefficients if isinstance(self.coefficients, str) else "polynomials"
         if self.dtype != torch.float16:
@@ -198,7 +198,7 @@ class Orthogonalizer:
     @property
     def squares(self) -> int:
         """The number of rows × rows buffers that a device needs for a matrix."""
-        return 2 + any(degree > 3 for some in self.degrees for degree in some) if self.method == "standard" else 4
+        return 2 + any(degree > 3 for segment in self.degrees for degree in segment) if self.method == "standard" else 4
 
     @cached_property
     def products(self) -> Matmuls:
@@ -220,38 +220,44 @@ class Orthogonalizer:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         if out is not None and not (like_x and out.is_contiguous()):
-            found = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
+            actual = f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}"
             needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
-            raise ValueError(explain_error("out", found, needed, write))
+            raise ValueError(explain_error("out", actual, needed, write))
         matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
         result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        self.together([matrices], [result if x.ndim == 3 else result.view(matrices.shape)], overwrite=overwrite)
+        self.orthogonalize_batches(
+            [matrices], [result if x.ndim == 3 else result.view(matrices.shape)], overwrite=overwrite
+        )
         return result
 
-    def together(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
+    def orthogonalize_batches(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
         """Write the orthogonal factors of matrices, (batch, m, n) for each shape, to ``out``, in `plain_modes`.
 
         Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
         """
         with self.exactly():
-            run, at_once, given = partial(self._run, overwrite=overwrite), self.products.at_once, [*matrices, *out]
-            fits = len(out) > 1 or 0 < len(out[0]) <= at_once
+            run, batch_limit, tensors = (
+                partial(self._run, overwrite=overwrite),
+                self.products.at_once,
+                [*matrices, *out],
+            )
+            fits = len(out) > 1 or 0 < len(out[0]) <= batch_limit
 
             def run_all() -> None:
-                for start in (0,) if fits else range(0, len(out[0]), at_once):
-                    run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
+                for start in (0,) if fits else range(0, len(out[0]), batch_limit):
+                    run(*(tensors if fits else (tensor[start : start + batch_limit] for tensor in tensors)))
 
             if self.repeats and fits:
-                run_again(self._recordings, run, given, overwrite)
+                run_again(self._recordings, run, tensors, overwrite)
             elif self.products.one_thread:
                 run_on_one_thread(run_all, device=self.device)
             else:
                 run_all()
 
-    def _run(self, *given: Tensor, overwrite: bool) -> None:
+    def _run(self, *tensors: Tensor, overwrite: bool) -> None:
         """Orthogonalize the first half of the tensors, one for each shape, into the others."""
-        matrices, out = given[: len(given) // 2], given[len(given) // 2 :]
+        matrices, out = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         small = self.products.small
         if small is not None and self.quintics and matrices[0].dtype in small.dtypes:
             small.run(matrices[0], out[0], self.quintics)
@@ -296,8 +302,8 @@ def resolve_method(
         TypeError: `dtype` is not a compute dtype, or steps is no int.
     """
     if method not in get_args(Method):
-        known = ", ".join(repr(name) for name in get_args(Method))
-        raise ValueError(explain_error("method", f"{method!r}", f"one of {known}", 'Write method="auto"'))
+        method_names = ", ".join(repr(name) for name in get_args(Method))
+        raise ValueError(explain_error("method", f"{method!r}", f"one of {method_names}", 'Write method="auto"'))
     if dtype not in COMPUTE_DTYPES:
         raise TypeError(explain_error("dtype", f"{dtype}", NEEDED_COMPUTE, "Write dtype=torch.bfloat16"))
     short, long = sorted((rows, cols))
@@ -306,9 +312,9 @@ def resolve_method(
     if method == "gram":
         for polynomial in schedule:
             if polynomial[0] <= 0:
-                found = f"'gram' with the polynomial {polynomial}"
+                actual = f"'gram' with the polynomial {polynomial}"
                 needed = "polynomials that rise at 0, with a first coefficient above 0"
-                raise ValueError(explain_error("method", found, needed, 'Write method="standard"'))
+                raise ValueError(explain_error("method", actual, needed, 'Write method="standard"'))
         return "gram"
     gram_is_better = (
         method == "auto"
@@ -325,9 +331,9 @@ def _check_input(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(explain_error("x", type(x).__name__, "a torch.Tensor", "Write torch.as_tensor(x)"))
     if hasattr(x, "device_mesh"):
-        found = f"{type(x).__name__}, a matrix spread over ranks"
+        actual = f"{type(x).__name__}, a matrix spread over ranks"
         write = "Write orthogonalize(x.full_tensor()), or let muonmesh.Muon gather it"
-        raise TypeError(explain_error("x", found, "the whole matrix", write))
+        raise TypeError(explain_error("x", actual, "the whole matrix", write))
     if x.layout != torch.strided:
         raise TypeError(explain_error("x", f"a tensor of layout {x.layout}", "a dense one", "Write x.to_dense()"))
     if x.dtype not in HELD_DTYPES:
@@ -336,5 +342,5 @@ def _check_input(x: Tensor) -> None:
         needed = "at least 2 dims (..., rows, cols): a vector has no orthogonal factor"
         raise ValueError(explain_error("x", f"shape {tuple(x.shape)}", needed, "Leave it to AdamW"))
     if 0 in x.shape[-2:]:
-        found = f"shape {tuple(x.shape)}, an empty matrix"
-        raise ValueError(explain_error("x", found, "at least 1 row and 1 column", "Leave it out"))
+        actual = f"shape {tuple(x.shape)}, an empty matrix"
+        raise ValueError(explain_error("x", actual, "at least 1 row and 1 column", "Leave it out"))

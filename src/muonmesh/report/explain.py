@@ -221,7 +221,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) 
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
     how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices if rule.orthogonalizes]
-    sets = Counter(orthogonalizer.told for orthogonalizer in how)
+    sets = Counter(orthogonalizer.description for orthogonalizer in how)
     return Row(
         parameter.name,
         group["algorithm"],

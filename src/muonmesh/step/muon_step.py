@@ -147,7 +147,7 @@ class MuonStep(StepCallbacks):
             for number, matrix in zip(matrices, _one_by_one(batch), strict=True):
                 self._change(number, "balance", matrix)
         if rule.orthogonalizes:
-            kind.orthogonalizer.together(batch, out, overwrite=not rule.sees_direction)
+            kind.orthogonalizer.orthogonalize_batches(batch, out, overwrite=not rule.sees_direction)
         else:
             for results, directions in zip(out, batch, strict=True):
                 results.copy_(directions)

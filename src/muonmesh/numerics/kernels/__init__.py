@@ -75,9 +75,9 @@ def select(
         at_once = 1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once
         return compiled_products(rows=rows, cols=cols, at_once=at_once, variant="amx" if resolved == "amx" else "")
     if resolved == "triton":
-        return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
+        return triton_products(batch_limit=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
-        return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
+        return torch_products(batch_limit=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
     widens = dtype == torch.bfloat16 and not (multiplies_bf16() and rows >= _NARROW_FROM_ROWS)
     # A matrix that does not fill its last 64 bytes would shift the next one; wider copies begin where they should.
     begin_alike = widens or not (matrix_bytes % ALIGNMENT or rows * rows * dtype.itemsize % ALIGNMENT)

@@ -24,8 +24,8 @@ def multiply(
 ) -> Tensor:
     """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
     if isinstance(scale, Tensor) and b is not None and not symmetric:
-        held = multiply(a, b, terms, out.view(a.dtype), alpha, symmetric=False)
-        return torch.mul(held, scale, out=out)
+        product = multiply(a, b, terms, out.view(a.dtype), alpha, symmetric=False)
+        return torch.mul(product, scale, out=out)
     if isinstance(scale, Tensor) or any(isinstance(factor, Tensor) for _, factor in terms):
         exact = _exact_product(a, a.mT if b is None else b).mul_(alpha)
         for c, factor in terms:
@@ -50,6 +50,6 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())  # the same but for the order of the sums
 
 
-def torch_products(*, at_once: int) -> Matmuls:
-    """The table for batches of at most `at_once` matrices."""
-    return Matmuls(multiply=multiply, at_once=at_once)
+def torch_products(*, batch_limit: int) -> Matmuls:
+    """The table for batches of at most `batch_limit` matrices."""
+    return Matmuls(multiply=multiply, at_once=batch_limit)

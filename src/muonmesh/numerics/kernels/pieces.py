@@ -54,7 +54,7 @@ def _end(row, first, BLOCKS: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _block(bases, row, which, SIDE, TYPE, block, HIGH, TURNED):
+def _block(bases, row, column, SIDE, TYPE, block, HIGH, TURNED):
     """Where the elements of a block of a piece lie in one of its tensors, and which of them exist.
 
     SIDE is 0 for a storage and 1 for a buffer. A block of `_ROWS` is one of an even or transposed piece, of which the
@@ -63,27 +63,27 @@ def _block(bases, row, which, SIDE, TYPE, block, HIGH, TURNED):
     down, across = tl.load(row + _LENGTHS + 1), tl.load(row + _LENGTHS + 2)
     wide = tl.cdiv(across, _COLS)
     in_plane = tl.cdiv(down, HIGH) * wide
-    top, left = block % in_plane // wide * HIGH, block % wide * _COLS
+    first_row, first_col = block % in_plane // wide * HIGH, block % wide * _COLS
     strides = row + _STRIDES + 3 * SIDE
     plane, next_row, next_col = tl.load(strides), tl.load(strides + 1), tl.load(strides + 2)
-    base = tl.load(bases + tl.load(row + which)).to(tl.pointer_type(TYPE))
+    base = tl.load(bases + tl.load(row + column)).to(tl.pointer_type(TYPE))
     start = tl.load(row + _STARTS + SIDE)
     if HIGH == _ROWS:
         base, start, plane = tl.multiple_of(base, 16), tl.multiple_of(start, 16), tl.multiple_of(plane, 16)
-        top, left = tl.multiple_of(top, 16), tl.multiple_of(left, 16)
+        first_row, first_col = tl.multiple_of(first_row, 16), tl.multiple_of(first_col, 16)
         across = tl.multiple_of(across, 16)
         if TURNED:
             down = tl.multiple_of(down, 16)
             next_row, next_col = 1, tl.multiple_of(next_col, 16)
         else:
             next_row, next_col = tl.multiple_of(next_row, 16), 1
-    here = base + start + block // in_plane * plane
-    i, j = top + tl.arange(0, HIGH), left + tl.arange(0, _COLS)
+    piece_start = base + start + block // in_plane * plane
+    i, j = first_row + tl.arange(0, HIGH), first_col + tl.arange(0, _COLS)
     if TURNED:
-        at = here + j[:, None] * next_col + i[None, :] * next_row
+        at = piece_start + j[:, None] * next_col + i[None, :] * next_row
         inside = (j[:, None] < across) & (i[None, :] < down)
     else:
-        at = here + i[:, None] * next_row + j[None, :] * next_col
+        at = piece_start + i[:, None] * next_row + j[None, :] * next_col
         inside = (i[:, None] < down) & (j[None, :] < across)
     return at, inside
 
@@ -104,10 +104,10 @@ def _nonzero_blocks(bases, row, first, entry, BLOCKS, G, HIGH):
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def nonzero(table, bases, pieces, found, BLOCKS: tl.constexpr, G: tl.constexpr):
+def nonzero(table, bases, pieces, flags, BLOCKS: tl.constexpr, G: tl.constexpr):
     """Store 1 if some blocks of one piece have an element that is not zero."""
     row, first = _row_of(table, pieces, BLOCKS)
-    entry = found + tl.load(row + _ENTRY)
+    entry = flags + tl.load(row + _ENTRY)
     if tl.load(row + _KIND) == _EVEN:
         _nonzero_blocks(bases, row, first, entry, BLOCKS, G, _ROWS)
     else:
@@ -139,8 +139,8 @@ def _fold_blocks(bases, row, first, weight, momentum, on, BLOCKS, DIRECTS, NESTE
             if NESTEROV:  # without the gradient where the piece is not active: it may be anything there
                 direction = tl.where(on, _lerp(gradient, new, momentum), new)
             direction = direction.to(M).to(D)
-            d_at, there = _block(bases, row, 2, 1, D, block, HIGH, TURNED)
-            tl.store(d_at, tl.trans(direction) if TURNED else direction, mask=there)
+            d_at, in_buffer = _block(bases, row, 2, 1, D, block, HIGH, TURNED)
+            tl.store(d_at, tl.trans(direction) if TURNED else direction, mask=in_buffer)
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -187,10 +187,10 @@ def _apply_blocks(bases, row, first, keep, size, BLOCKS, HAS_MASTERS, W, P, U, H
     for block in range(first, _end(row, first, BLOCKS, HIGH)):
         w_at, inside = _block(bases, row, 0, 0, W, block, HIGH, False)
         p_at, _ = _block(bases, row, 1, 0, P, block, HIGH, False)
-        u_at, there = _block(bases, row, 2, 1, U, block, HIGH, TURNED)
-        u = tl.load(u_at, mask=there, other=0.0)
-        held = tl.load(w_at, mask=inside, other=0.0)
-        old = _followed(tl.load(p_at, mask=inside, other=0.0), held) if HAS_MASTERS else held
+        u_at, in_buffer = _block(bases, row, 2, 1, U, block, HIGH, TURNED)
+        u = tl.load(u_at, mask=in_buffer, other=0.0)
+        weight = tl.load(w_at, mask=inside, other=0.0)
+        old = _followed(tl.load(p_at, mask=inside, other=0.0), weight) if HAS_MASTERS else weight
         new = old.to(tl.float32) * keep - (tl.trans(u) if TURNED else u).to(tl.float32) * size
         if HAS_MASTERS:
             tl.store(p_at, new.to(P), mask=inside)
@@ -250,31 +250,34 @@ def _launch(
         numbers: Its numbers.
         choices: What it is compiled for, besides the dtypes of the columns.
     """
-    held = rows.rows_of(pieces)
-    table, bases, count, programs, *_ = held.of(*columns, buffers=buffers)
+    piece_rows = rows.rows_of(pieces)
+    table, bases, count, programs, *_ = piece_rows.of(*columns, buffers=buffers)
     whole = [vector.contiguous() for vector in vectors]
     vectors = [vector.view(torch.uint8) if vector.dtype == torch.bool else vector for vector in whole]
-    dtypes, choices = tuple([column[0].dtype for column in (*columns, buffers) if column]), (held.blocks, *choices)
+    dtypes, choices = (
+        tuple([column[0].dtype for column in (*columns, buffers) if column]),
+        (piece_rows.blocks, *choices),
+    )
     arguments = (table, bases, count, *vectors, *numbers, *choices, *(TYPES[dtype] for dtype in dtypes))
     code = kernel.__name__, dtypes, choices, are_aligned(table, bases, *vectors)
     return Launch(kernel, programs, arguments, _OPTIONS, code)
 
 
-def finding(gradients: Sequence[Tensor], pieces: int, found: Tensor) -> Launch:
+def finding(gradients: Sequence[Tensor], pieces: int, flags: Tensor) -> Launch:
     """Return the launch of `nonzero`."""
-    return _launch(nonzero, pieces, [gradients], (), [found])
+    return _launch(nonzero, pieces, [gradients], (), [flags])
 
 
-def folding(*given: Any) -> Launch:
+def folding(*arguments: Any) -> Launch:
     """Return the launch of `fold`."""
-    gradients, momenta, buffers, pieces, active, momentum, nesterov = given
+    gradients, momenta, buffers, pieces, active, momentum, nesterov = arguments
     choices = len(buffers) > 0, nesterov, torch.finfo(momenta[0].dtype).tiny
     columns, numbers = (gradients, momenta), (float(1 - momentum), float(momentum))
     return _launch(fold, pieces, columns, buffers or momenta, [active], *numbers, choices=choices)
 
 
-def applying(*given: Any) -> Launch:
+def applying(*arguments: Any) -> Launch:
     """Return the launch of `apply`."""
-    weights, masters, buffers, pieces, active, keep, size = given
+    weights, masters, buffers, pieces, active, keep, size = arguments
     columns, choices = (weights, masters or weights), (len(masters) > 0,)
     return _launch(apply, pieces, columns, buffers, [active, keep, size], choices=choices)

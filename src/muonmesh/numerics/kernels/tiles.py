@@ -122,17 +122,17 @@ def _multiply(
     along = term.to(OFFSET)
     top = (i * SIDE).to(tl.int64)
     side = (j * SIDE).to(tl.int64)
-    left = a + z * a_batch + top * a_row
-    right = b + z * b_batch + side * b_col
-    in_left = near[:, None] * a_row + along[None, :] * a_term
-    in_right = along[:, None] * b_term + near[None, :] * b_col
+    a_tile = a + z * a_batch + top * a_row
+    b_tile = b + z * b_batch + side * b_col
+    in_a = near[:, None] * a_row + along[None, :] * a_term
+    in_b = along[:, None] * b_term + near[None, :] * b_col
     sums = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for start in range(0, terms, DEPTH):
-        x = tl.load(left + in_left, mask=(row[:, None] < rows) & (term[None, :] < terms - start), other=0.0)
-        y = tl.load(right + in_right, mask=(term[:, None] < terms - start) & (col[None, :] < cols), other=0.0)
+        x = tl.load(a_tile + in_a, mask=(row[:, None] < rows) & (term[None, :] < terms - start), other=0.0)
+        y = tl.load(b_tile + in_b, mask=(term[:, None] < terms - start) & (col[None, :] < cols), other=0.0)
         sums = tl.dot(x, y, sums, input_precision="ieee")  # or fp32 would be multiplied as TF32
-        left += DEPTH * tl.cast(a_term, tl.int64)
-        right += DEPTH * tl.cast(b_term, tl.int64)
+        a_tile += DEPTH * tl.cast(a_term, tl.int64)
+        b_tile += DEPTH * tl.cast(b_term, tl.int64)
 
     inside = (row[:, None] < rows) & (col[None, :] < cols)
     sums *= alpha
@@ -209,8 +209,8 @@ def multiplication(
     """
     aligned = not any(tensor.data_ptr() % 16 for tensor in (out, a, b, c, d) if tensor is not None)
     kinds = tuple(None if tensor is None else (tensor.dtype, tensor.stride()) for tensor in (out, a, b, c, d))
-    told = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "warps": warps}
-    launch, numbers, constants = _launch_of(out.shape, a.shape[2], kinds, **told)
+    choices = {"symmetric": symmetric, "aligned": aligned, "stages": stages, "warps": warps}
+    launch, numbers, constants = _launch_of(out.shape, a.shape[2], kinds, **choices)
     (factor, factor_batch), (scale, scale_batch) = _number(factor, len(out)), _number(scale, len(out))
     types = [number.dtype if isinstance(number, Tensor) else None for number in (factor, scale)]
     arguments = (
@@ -221,16 +221,16 @@ def multiplication(
     return launch._replace(arguments=arguments, code=(launch.code, identity != 0, *types, factor_batch, scale_batch))
 
 
-def multiplying(*given: Any) -> Launch:
+def multiplying(*arguments: Any) -> Launch:
     """Return the launch for an operator's arguments: ``factors`` and ``scales`` have one number a matrix instead."""
-    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, identity = given
+    a, b, c, alpha, factor, factors, scale, scales, symmetric, out, d, delta, identity = arguments
     factor, scale = factor if factors is None else factors, scale if scales is None else scales
     more = {"symmetric": symmetric, "d": d, "delta": delta, "identity": identity}
-    return multiplication(a, b, c, alpha, factor, scale, out, **more, **_asked(a.device))
+    return multiplication(a, b, c, alpha, factor, scale, out, **more, **_tile_options(a.device))
 
 
 @cache
-def _asked(device: torch.device) -> dict[str, Any]:
+def _tile_options(device: torch.device) -> dict[str, Any]:
     """Return how the tiles of a device differ: measured on 9.0, by the compiler's figures on AMD's.
 
     docs/internals/kernels.md has both.
@@ -269,14 +269,14 @@ def _launch_of(
     # The stride of a batch of one can be anything.
     strides = [kind and ((0, *kind[1][1:]) if batch == 1 else kind[1]) for kind in kinds]
     lengths = ((rows, cols), (rows, terms), (terms, cols), (rows, cols), (rows, cols))
-    given = [(length, of) for length, of in zip(lengths, strides, strict=True) if of is not None]
-    aligned = aligned and all(_is_aligned(length, of) for length, of in given)
+    operands = [(length, of) for length, of in zip(lengths, strides, strict=True) if of is not None]
+    aligned = aligned and all(_is_aligned(length, of) for length, of in operands)
     assert kinds[1] is not None
     tile = tile_for(rows, cols, kinds[1][0], aligned=aligned)
     down, across = (triton.cdiv(length, tile.side) for length in (rows, cols))
     if warps is not None and tile is LARGE:
         tile = tile._replace(warps=warps)
-    far = max(row + col for _, (_, row, col) in given) >= _FAR
+    far = max(row + col for _, (_, row, col) in operands) >= _FAR
     programs = batch * (down * (down + 1) // 2 if symmetric else down * across)
     options = {"num_warps": tile.warps, "num_stages": tile.stages if stages is None else stages}
     code = object()  # made once for this launch
@@ -303,5 +303,5 @@ def _number(number: float | Tensor, batch: int) -> tuple[float | Tensor, int]:
 
 def _is_aligned(lengths: tuple[int, int], strides: tuple[int, int, int]) -> bool:
     batch, row, col = strides
-    told = (*lengths, batch, row if col == 1 else col)
-    return 1 in (row, col) and not any(length % 16 for length in told)
+    lengths_and_stride = (*lengths, batch, row if col == 1 else col)
+    return 1 in (row, col) and not any(length % 16 for length in lengths_and_stride)

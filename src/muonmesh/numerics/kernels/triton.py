@@ -53,8 +53,8 @@ def multiply(
     more = symmetric or terms or identity or a.dtype != out.dtype
     if b is None or more or isinstance(scale, Tensor) or not _is_for_torch(out):
         return by_triton(a, b, terms, out, alpha, scale, symmetric, identity)
-    for left, right, result in zip(a, b, out, strict=True):
-        torch.addmm(result, left, right, beta=0, alpha=alpha * scale, out=result)
+    for factor, matrix, result in zip(a, b, out, strict=True):
+        torch.addmm(result, factor, matrix, beta=0, alpha=alpha * scale, out=result)
     return out
 
 
@@ -74,8 +74,8 @@ def by_triton(
     identity: float = 0.0,
 ) -> Tensor:
     """Multiply as `multiply` says, by one kernel."""
-    given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
-    (c, factor), (d, delta) = (*given, (None, 0.0), (None, 0.0))[:2]
+    summands = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
+    (c, factor), (d, delta) = (*summands, (None, 0.0), (None, 0.0))[:2]
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
     _operation(
         *(a, a.mT if b is None else b, c, alpha),
@@ -115,11 +115,11 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
-def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
-    """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
+def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
+    """The table for batches of at most `batch_limit` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         multiply=multiply,
-        at_once=at_once,
+        at_once=batch_limit,
         by_torch=rows >= min(TORCH_FROM.values()),
         normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,

@@ -92,9 +92,9 @@ def stream_of(device: torch.device) -> int:
     return int(driver.active.get_current_stream(device.index)) if device.type == "cuda" else 0
 
 
-def is_watched(*given: torch.Tensor) -> bool:
+def is_watched(*tensors: torch.Tensor) -> bool:
     """Whether tensor subclasses, a dispatch mode or a profiler must see each operator or launch."""
-    modes = torch._C._len_torch_dispatch_stack() or any(type(tensor) is not torch.Tensor for tensor in given)
+    modes = torch._C._len_torch_dispatch_stack() or any(type(tensor) is not torch.Tensor for tensor in tensors)
     if modes or not _takes_addresses():
         return bool(modes)
     from triton import knobs
@@ -115,9 +115,9 @@ def _takes_addresses() -> bool:
 
 
 @cache
-def _launch_of(where: str) -> Callable[..., Launch]:
+def _launch_of(launcher: str) -> Callable[..., Launch]:
     """Return the function of `operator`."""
-    file, name = where.split(".")
+    file, name = launcher.split(".")
     function: Callable[..., Launch] = getattr(importlib.import_module(f"muonmesh.numerics.kernels.{file}"), name)
     return function
 
