@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.triton import by_triton, triton_products
+from muonmesh.numerics.kernels.triton import TORCH_FROM, by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
 from tests.support.figures import GPT2, bag, ours
@@ -200,6 +201,12 @@ def calls(x: Tensor) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         way: lambda settings=settings: mm.orthogonalize(x, **settings) for way, settings in WAYS.items()
     }
+
+    def by_triton_alone() -> Tensor:
+        with mock.patch.dict(TORCH_FROM, clear=True):
+            return mm.orthogonalize(x)
+
+    found["default, all products by Triton"] = by_triton_alone
     with contextlib.suppress(ImportError):
         found["gram-newton-schulz"] = partial(importlib.import_module("gram_newton_schulz").GramNewtonSchulz(), x)
     return found

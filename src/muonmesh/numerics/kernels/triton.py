@@ -120,7 +120,7 @@ def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sy
     return Matmuls(
         multiply=multiply,
         at_once=batch_limit,
-        by_torch=rows >= min(TORCH_FROM.values()),
+        by_torch=rows >= min(TORCH_FROM.values(), default=sys.maxsize),
         normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )
