@@ -402,7 +402,7 @@ class Muon(torch.optim.Optimizer):
             self._tell_scaler(scaler, flags, found_inf)
         idle = runtime.idle
         idle.steps += 1
-        if collected.seen is None or idle.counts or idle.steps % PATIENCE == 1:  # in a steady step nothing is missing
+        if collected.snapshot is None or idle.counts or idle.steps % PATIENCE == 1:  # else nothing is missing
             idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
         runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
@@ -428,7 +428,7 @@ class Muon(torch.optim.Optimizer):
         runtime.interrupted = f"a step (number {exchange.communicator.steps} of this plan)"
         try:
             work.ready.begin(
-                exchange.communicator, settings.rules, flags, squares, collected.seen and collected.seen.version
+                exchange.communicator, settings.rules, flags, squares, collected.snapshot and collected.snapshot.version
             )
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)

@@ -75,7 +75,7 @@ def preflight(
     alone = len(exchange.plan.ranks) == 1
     if alone and error is not None:
         raise error
-    snapshot = collected.seen
+    snapshot = collected.snapshot
     if (alone or not waits) and not (snapshot is not None and snapshot.is_plain):
         _reduce(entries, {number: partial_axes(e.gradient) for number, e in enumerate(entries) if e is not None})
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
@@ -117,7 +117,7 @@ def host_waits(runtime: Runtime, planned: Planned) -> bool:
 
 def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
     """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
-    table, matrices, snapshot = planned.gradient_table, len(planned.plan.assignments), collected.seen
+    table, matrices, snapshot = planned.gradient_table, len(planned.plan.assignments), collected.snapshot
     gradients = collected.gradients
     if snapshot is None or not snapshot.is_plain:
         gradients = [of if of is None else local_of(of) for of in gradients]
