@@ -41,7 +41,7 @@ from muonmesh.step.members import check_members, group_for, keep_gradients_of_vi
 from muonmesh.step.muon_step import MuonStep, Profiled
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameters import Collected, ReadyParameters, collect, remember, steady
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Requested, Runtime
@@ -54,7 +54,7 @@ T = TypeVar("T")
 class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
-    planned: Planned
+    planned: StepPlan
     settings: StepSettings
     collected: Collected
     flags: Flags
@@ -329,7 +329,7 @@ class Muon(torch.optim.Optimizer):
         agreed.flags.skip = agreed.flags.skip or bool(met.skip)
         return agreed._replace(clip=met)
 
-    def _meet(self, work: Callable[[Planned, Muon | None, Exception | None], T | None]) -> T:
+    def _meet(self, work: Callable[[StepPlan, Muon | None, Exception | None], T | None]) -> T:
         """Return the result of clipping or metrics; if it is None, all ranks plan again, and repeat it.
 
         Args:

@@ -222,7 +222,7 @@ class ByKernel:
         While every parameter lasts from step to step, so do its tensors, except for gradients.
 
         Args:
-            what: The kernel.
+            kernel: The kernel.
             elements: The rows with their buffers.
             column: Returns a tensor of a parameter, and one beside it; None: no kernel takes it.
         """

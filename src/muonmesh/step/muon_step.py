@@ -29,7 +29,7 @@ from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.stored_factored import RuleSums, StoredFactored
 
 SMALL = 1 << 14
@@ -57,6 +57,9 @@ joined from several. Returns False if nothing was done, because tensors of sever
 class MuonStep(StepCallbacks):
     """The step of Muon's parameters: reads, computes and writes for the exchange (`StepCallbacks`).
 
+    Each step `ReadyParameters.begin` is called first, then `begin`, and then `Exchange.run`, which makes the calls that
+    `StepCallbacks` lists; `ReadyParameters.finish` ends the step. Every rank of the plan makes all of these calls.
+
     Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy.
 
@@ -74,7 +77,7 @@ class MuonStep(StepCallbacks):
     factored_states: StoredFactored
     summands: RuleSums
 
-    def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
+    def __init__(self, planned: StepPlan, ready: ReadyParameters, offload: Offload | None = None) -> None:
         if ready.precision.int8:
             ready.codec = Int8Codec(planned.blocks, ready.find)
         elif offload is not None:

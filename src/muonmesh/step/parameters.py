@@ -35,7 +35,7 @@ from muonmesh.step.parameter_steps import (
     check_parameter,
     prepare_state,
 )
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import Precision
 
@@ -190,7 +190,7 @@ def setup_of(runtime: Runtime) -> object:
     return runtime.process_group, [*layouts], [*map(id, layouts.values())], id(runtime.source)
 
 
-def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
+def collect(planned: StepPlan, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
     """Read the gradient of every parameter, and check its state unless all state is where the last step left it.
 
     Args:
@@ -255,7 +255,7 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 
-def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], work: Any) -> None:
+def remember(planned: StepPlan, collected: Collected, state: Mapping[Tensor, Any], work: Any) -> None:
     """At the end of a step, note what the next step may use again: all of it, or that weights and state are checked.
 
     Args:
@@ -285,12 +285,12 @@ class ReadyParameters:
     Attributes:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
-        vectors: See `Planned`.
+        vectors: See `StepPlan`.
         rules, nonzero, squares, version: See `begin`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
     """
 
-    def __init__(self, planned: Planned, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
+    def __init__(self, planned: StepPlan, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
         self.plan, self.device = planned.plan, planned.device
         self.vectors = planned.vectors
         self.entries, self.precision, self._orthogonalizers = entries, precision, planned.orthogonalizers

@@ -49,7 +49,7 @@ Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 
 
 @dataclass
-class Planned:
+class StepPlan:
     """The plan of an optimizer, with the facts about its parameters; valid while their signature stays the same.
 
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
@@ -174,7 +174,7 @@ class Planned:
 class Batches(Batching):
     """How many matrices of a plan are computed together on this rank, which owns them.
 
-    It does not hold the `Planned`, which holds the exchange, which holds this: a cycle would keep memory of the device
+    It does not hold the `StepPlan`, which holds the exchange, which holds this: a cycle would keep memory of the device
     until Python looks for cycles.
 
     Attributes:
@@ -212,7 +212,7 @@ def plan_members(
     signature: object,
     precision: Precision,
     planner: Planner,
-) -> Planned:
+) -> StepPlan:
     """Make the plan of this rank's parameters.
 
     Raises:
@@ -238,10 +238,10 @@ def plan_members(
     adamw = tuple(tuple(m for m in members if m.group == n and not m.is_matrix) for n in range(len(groups)))
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    return Planned(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
+    return StepPlan(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
 
 
-def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
+def widened(planned: StepPlan, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> StepPlan:
     """Return the plan of a connected set whose ranks hold different parameters.
 
     Args:
