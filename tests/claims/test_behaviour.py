@@ -28,6 +28,14 @@ from muonmesh.numerics.kernels import auto_takes, compiled, threads
 from muonmesh.step.runtime import Driver
 from tests.support import emulated, gathered, pretended, problem
 
+COVERS = (
+    "comm.exchange.Exchange",
+    "comm.same_plan.insist",
+    "step.connection.connect",
+    "step.preflight.preflight",
+    "step.planning.widened",
+)
+
 
 def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))

@@ -23,6 +23,8 @@ from muonmesh.numerics.kernels.threads import all_threads, alone, run_all, run_e
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import RULES, MuonRule
 
+COVERS = ("numerics.kernels.threads.run_all",)
+
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.own_ambient
