@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.triton import multiply, triton_products
+from muonmesh.numerics.kernels.triton import by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
 from tests.support.figures import GPT2, bag, ours
@@ -101,8 +101,8 @@ def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20
             q, y = (torch.randn(1, side, n * side, device=device).to(dtype) for n in (1, 2))
             out = torch.empty_like(y)
             full: dict[str, Callable[[], Any]] = {
-                "Triton, a·X + Q X": lambda q=q, y=y, out=out: multiply(q, y, [(y, 2.0)], out, symmetric=False),
-                "Triton, Q X": lambda q=q, y=y, out=out: multiply(q, y, [], out, symmetric=False),
+                "Triton, a·X + Q X": lambda q=q, y=y, out=out: by_triton(q, y, [(y, 2.0)], out, symmetric=False),
+                "Triton, Q X": lambda q=q, y=y, out=out: by_triton(q, y, [], out, symmetric=False),
                 "cuBLAS, Q X": lambda q=q, y=y, out=out: torch.mm(q[0], y[0], out=out[0]),
             }
             for name, call in full.items():
