@@ -70,7 +70,7 @@ def seconds(call: Callable[[], Any], device: torch.device, *, times: int = 20) -
 def host(device: torch.device, times: int = 100) -> Iterator[Line]:
     """The host's time of a small product by Triton, of an operation of torch and of a view."""
     rates, x = DeviceRates(), torch.randn(1, 64, 64, device=device, dtype=torch.bfloat16)
-    out, table = torch.empty_like(x), triton_products(at_once=1)
+    out, table = torch.empty_like(x), triton_products(batch_limit=1)
     calls = {
         "a product by Triton": (lambda: table.multiply(x, x, [(x, 1.0)], out, alpha=1.0), rates.kernel),
         "an operation of torch": (lambda: torch.add(x, x), rates.operation),
@@ -83,7 +83,7 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
 
 def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20) -> Iterator[Line]:
     """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS, and of full products Q X."""
-    rates, table = DeviceRates(), triton_products(at_once=1)
+    rates, table = DeviceRates(), triton_products(batch_limit=1)
     one = torch.ones(1, 1, 1, device=device)
     for side in sides:
         x = torch.randn(1, side, side, device=device, dtype=torch.bfloat16)

@@ -111,7 +111,7 @@ def by_torch() -> tuple[list[float], set[bool], int, int]:
         x, a, _ = commuting_operands(24, 136, 2, FP16)
         errors, exact = [], 0.5 * a.double() @ x.double()
         for given, dtype in (((), FP16), ([(x, 0.0)], FP16), ((), BF16)):  # the first alone by torch
-            result = triton_products(at_once=2).multiply(
+            result = triton_products(batch_limit=2).multiply(
                 a, x, given, torch.full_like(x, torch.nan, dtype=dtype), 0.5, symmetric=False
             )
             errors.append(excess(result, exact, 24))
@@ -220,7 +220,7 @@ def upper(x: Tensor) -> Tensor:
 
 def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
     """The excess of every product; raises where one wrote an operand or is not symmetric."""
-    matmuls = triton_products(at_once=3)
+    matmuls = triton_products(batch_limit=3)
     x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
@@ -274,7 +274,7 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
 
 def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     """Products of matrices that lie in memory in every other way."""
-    matmuls = triton_products(at_once=3)
+    matmuls = triton_products(batch_limit=3)
     x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
@@ -313,7 +313,7 @@ def far_apart() -> float:
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
     x.copy_(commuting_operands(3, 20, 1, torch.bfloat16)[0])
-    gram = triton_products(at_once=1).multiply(
+    gram = triton_products(batch_limit=1).multiply(
         x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
     )
     return excess(gram, x.double() @ x.double().mT, 20)

@@ -235,12 +235,12 @@ class Orthogonalizer:
         Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
         """
         with self.exactly():
-            run, at_once, given = partial(self._run, overwrite=overwrite), self.products.at_once, [*matrices, *out]
-            fits = len(out) > 1 or 0 < len(out[0]) <= at_once
+            run, limit, given = partial(self._run, overwrite=overwrite), self.products.batch_limit, [*matrices, *out]
+            fits = len(out) > 1 or 0 < len(out[0]) <= limit
 
             def run_all() -> None:
-                for start in (0,) if fits else range(0, len(out[0]), at_once):
-                    run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
+                for start in (0,) if fits else range(0, len(out[0]), limit):
+                    run(*(given if fits else (tensor[start : start + limit] for tensor in given)))
 
             if self.repeats and fits:
                 run_again(self._recordings, run, given, overwrite)

@@ -115,11 +115,11 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
-def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
-    """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
+def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
+    """The table for batches of at most `batch_limit` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         multiply=multiply,
-        at_once=at_once,
+        batch_limit=batch_limit,
         by_torch=rows >= min(TORCH_FROM.values()),
         normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
