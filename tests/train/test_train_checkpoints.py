@@ -22,14 +22,14 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.model import check_parameters, parallelise
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
-from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
+from muonmesh.tools.cli.training import StopRequest, Training, require_equal_values
 from tests.support.folders import forge
 from tests.support.workers import Pool
 
@@ -385,7 +385,7 @@ def fail_apart(first_only: bool) -> str:
             raise FileError("the disk is full")
 
     with pytest.raises(FileError) as caught:
-        (on_first_rank if first_only else together)(work)
+        (on_first_rank if first_only else on_every_rank)(work)
     return str(caught.value)
 
 
@@ -399,7 +399,7 @@ def insist_apart(name: str, run: Path) -> str:
     if dist.get_rank() == 1:
         given[name] = "other"
     with pytest.raises(FileError) as caught:
-        insist_on_the_same(run, given)
+        require_equal_values(run, given)
     return str(caught.value)
 
 
