@@ -25,6 +25,11 @@ from muonmesh.groups.example import facts_of_example
 from tests.support.reference import split
 from tests.support.workers import Pool
 
+COVERS = (
+    "groups.graph.facts_of_graph",
+    "groups.example.facts_of_example",
+)
+
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
 
 
@@ -190,6 +195,25 @@ def convolved(self: Any, x: Tensor) -> Tensor:
     return out
 
 
+def cut_before(self: Any, x: Tensor) -> Tensor:
+    q, k, v = (x @ rows.T for rows in self.fused.weight.chunk(3))
+    out: Tensor = self.proj(attention(q, k, v))
+    return out
+
+
+def cut_before_by_slices(self: Any, x: Tensor) -> Tensor:
+    weight, bias = self.fused.weight, self.fused.bias
+    q, k, v = (F.linear(x, weight[i : i + 16], bias[i : i + 16]) for i in (0, 16, 32))
+    out: Tensor = self.proj(attention(q, k, v))
+    return out
+
+
+def cut_before_and_behind(self: Any, x: Tensor) -> Tensor:
+    q, (k, v) = x @ self.fused.weight[:16].T, (x @ self.fused.weight[16:].T).chunk(2, -1)
+    out: Tensor = self.proj(attention(q, k, v))
+    return out
+
+
 def cut_of(out: int, forward: Callable[..., Any], **more: nn.Module) -> nn.Module:
     return tokens(forward, fused=nn.Linear(16, out), proj=nn.Linear(16, 16), **more)
 
@@ -206,6 +230,9 @@ CUTS: dict[str, tuple[nn.Module, Any]] = {
     "a gate in every other row": (cut_of(32, gated_alternating), ("interleaved", 2, 0)),
     "glu": (cut_of(32, gated_by_glu), ("rows", 16, 16)),
     "cut behind an activation and dropout": (cut_of(32, activated_first), ("rows", 16, 16)),
+    "the weight itself": (cut_of(48, cut_before), ("rows", 16, 16, 16)),
+    "slices of the weight": (cut_of(48, cut_before_by_slices), ("rows", 16, 16, 16)),
+    "the weight, and then its output": (cut_of(48, cut_before_and_behind), ("rows", 16, 16, 16)),
     "a convolution": (
         cut_of(32, convolved, conv=nn.Conv1d(16, 48, 3, padding=1)),
         ("rows", 16, 16),
@@ -547,6 +574,40 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
     assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
+def test_a_layer_that_reads_tokens_by_one_hot_is_an_input_layer() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.mid(F.relu(self.words(F.one_hot(ids, 9).float())))))
+        return out
+
+    model = Calls(forward, words=nn.Linear(9, 16), mid=nn.Linear(16, 16), out=nn.Linear(16, 9))
+    assert roles(model, IDS) == {"words.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
+
+
+def test_positions_that_are_added_to_inputs_leave_the_next_layer_an_input_layer() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.out(F.relu(self.mid(F.relu(self.first(x + self.where)))))
+        return out
+
+    layers = {"first": nn.Linear(6, 16), "mid": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
+    found = roles(Calls(forward, where=nn.Parameter(torch.randn(5, 6)), **layers), (torch.randn(2, 5, 6),))
+    assert found == {"where": INPUT, "first.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
+
+
+def test_learned_queries_are_a_table_and_the_layer_that_reads_them_is_hidden() -> None:
+    """As the attention pooling of timm and of Perceivers without a norm before it."""
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        x, asks = self.embed(ids), self.asks.expand(len(ids), -1, -1)
+        out: Tensor = self.out(attention(self.q(asks), self.k(x), self.v(x)))
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in "qkv"}
+    asks = nn.Parameter(torch.randn(1, 4, 16))
+    found = roles(Calls(forward, embed=nn.Embedding(9, 16), asks=asks, out=nn.Linear(16, 9), **layers), IDS)
+    hidden = {f"{name}.weight": "whole" for name in "qkv"}
+    assert found == {"asks": INPUT, "embed.weight": INPUT, "out.weight": HEAD} | hidden
+
+
 def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
     """As graph networks do, which gather what their neighbours have."""
 
@@ -678,6 +739,24 @@ def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any,
     assert roles(model, IDS)["a.c_attn.weight"] == ("rows", 16, 16, 16)
 
 
+def test_features_that_are_joined_with_others_and_then_cut_leave_a_doubt() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        q, k, v = torch.cat([self.q(x), self.fused(x)], -1).chunk(3, -1)
+        out: Tensor = self.proj(attention(q, k, v))
+        return out
+
+    model = cut_of(32, forward, q=nn.Linear(16, 16))
+    assert reason(model, IDS, FUSED).endswith("hides whether it is fused; a guess")
+
+
+def test_a_weight_of_which_one_product_takes_some_rows_leaves_a_doubt() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(self.fused(x)[..., :16] + x @ self.fused.weight[:16].T)
+        return out
+
+    assert reason(cut_of(32, forward), IDS, FUSED) == "linear; a forward does not show whether it is fused; a guess"
+
+
 def test_indices_that_pick_tokens_hide_nothing() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         out: Tensor = self.proj(self.fused(x)[:, [0, 1, 2, 3, 4]])
@@ -747,11 +826,12 @@ def test_a_function_that_calls_compiled_blocks() -> None:
     assert compiled == []
 
 
-def test_attention_of_torch_by_its_function() -> None:
+@pytest.mark.parametrize("keys", ["of the same", "of others"])
+def test_attention_of_torch_by_its_function(keys: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        bias = torch.zeros(48)
+        bias, y = torch.zeros(48), x if keys == "of the same" else x + 1
         mixed, _ = F.multi_head_attention_forward(
-            x, x, x, 16, 4, self.fused.weight, bias, None, None, False, 0.0, self.proj.weight, self.proj.bias
+            x, y, y, 16, 4, self.fused.weight, bias, None, None, False, 0.0, self.proj.weight, self.proj.bias
         )
         return mixed
 

@@ -19,17 +19,15 @@ from muonmesh.checkpoint.folder import open_checkpoint, write
 from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
-from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
+from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed, tell_all
-from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
-from muonmesh.step.runtime import Runtime
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -89,7 +87,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
             return {record.name: _digest(record) for record in records}, group_settings(trained), _sums(trained)
 
-        digests, settings, sums = zip(*agreed(facts, kind=StateError), strict=True)
+        digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -136,7 +134,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved_settings(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        names = {name for names_of_rank in tell_all([record.name for record in records]) for name in names_of_rank}
+        own_names = [record.name for record in records]
+        names = {name for names_of_rank in gather_objects(own_names) for name in names_of_rank}
         plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, names, strict=strict))
         on_every_rank(lambda: contents.read(plan.boxes))
         settled(plan.check)
@@ -151,11 +150,8 @@ def checkpointed(optimizer: Any) -> CheckpointedOptimizer:
     Raises:
         TypeError: there is no optimizer of muonmesh in the wrappers.
     """
-    for inner in layers_of(optimizer):
-        if isinstance(inner, CheckpointedOptimizer):
-            return inner
-        if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return CheckpointedOptimizer(inner)
+    if (inner := recorded_in(optimizer)) is not None:
+        return inner
     fault = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"

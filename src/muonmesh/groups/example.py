@@ -134,8 +134,8 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
 class _Inputs(TorchFunctionMode):
     """A mode in which a model's inputs require gradients, so that the graph shows where they are read.
 
-    Integers cannot require them. What is made of time steps, which are integer inputs of at most one dim, counts as an
-    input where it becomes floating point. Tokens, positions and masks have more dims.
+    Integers cannot require them. What is made of time steps, which are integer inputs of at most one dim, or by
+    `one_hot`, counts as an input where it becomes floating point. Tokens, positions and masks have more dims.
 
     Attributes:
         tensors: The tensors that require gradients.
@@ -167,7 +167,8 @@ class _Inputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not any(id(value) in self._steps for value in args):
+        read = func is torch.nn.functional.one_hot or any(id(value) in self._steps for value in args)
+        if not isinstance(result, Tensor) or not read:
             return result
         if result.dtype in (torch.int64, torch.int32):
             self._steps[id(result)] = result

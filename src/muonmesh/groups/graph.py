@@ -113,6 +113,11 @@ class Form(NamedTuple):
         dims[dim] = ((count // inner, stride * step), *atoms[1:])
         return self._replace(offset=self.offset + start // inner * stride, dims=tuple(dims))
 
+    @property
+    def repeats(self) -> bool:
+        """Whether numbers occur several times."""
+        return any(size > 1 and not stride for dim in self.dims for size, stride in dim)
+
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Return the (size, stride) pairs that tell numbers apart, the largest stride first, merged where they join."""
         every = [*self.ranks, *(atom for dim in self.dims for atom in dim)]
@@ -153,7 +158,8 @@ class Node:
         leaf: The parameter that it stands for.
         uses: The products with a weight, if it is one.
         live: Whether its value comes from an input, a table or a product, and not from parameters alone.
-        learned: Whether weights or tables take part in it.
+        learned: Whether weights, tables or other matrices that are parameters take part in it.
+        weighed: Whether weights or tables take part in it.
         data: Whether inputs take part in it.
         is_input: Whether it is an input itself.
         hidden: Whether something takes part in it that hides what it computes.
@@ -169,6 +175,7 @@ class Node:
     uses: list[_Use] = field(default_factory=list)
     live: bool = False
     learned: bool = False
+    weighed: bool = False
     data: bool = False
     is_input: bool = False
     hidden: bool = False
@@ -215,6 +222,9 @@ class Node:
 Edge = tuple[Node, int]
 """A node of the graph and the number of one of its outputs."""
 
+_Parts = frozenset[tuple[int, tuple[tuple[int, int], ...]]]
+"""Parts of the rows of a weight out × in: the first row, and (size, stride) pairs."""
+
 _Step = tuple[Node, int, tuple[tuple[str, int], ...]]
 """A node that a path has reached, the place among its inputs, and the products on the path."""
 
@@ -231,6 +241,14 @@ class _Use:
     features: int  # dim of the product's result
     reads: Edge | None
     groups: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows the weight out × in has, or one of a stack; 0 if it is not known how it is stored."""
+        shape, stored = global_shape(self.parameter), _stored(self)
+        if stored is None:
+            return 0
+        return shape[-1] if stored == "in×out" else shape[0] if self.node.kind in _LAYERS else shape[-2]
 
 
 @cache
@@ -289,7 +307,8 @@ def _learn(order: Iterable[Node]) -> None:
         read = [use.reads[0] for use in node.uses if use.reads is not None]
         node.deep = any(source.learned for source in read) or any(source.deep for source in below)
         node.live = bool(node.uses or node.data or table or opaque) or any(source.live for source in below)
-        node.learned = bool(node.uses or table or matrix) or any(source.learned for source in below)
+        node.weighed = bool(node.uses or table) or any(source.weighed for source in below)
+        node.learned = node.weighed or matrix or any(source.learned for source in below)
         node.data = node.data or any(source.data for source in below)
         node.hidden = opaque or any(source.hidden for source in below)
 
@@ -320,6 +339,8 @@ def _uses(node: Node) -> list[_Use]:
     if not edges:
         return []
     weights = [None if layer and i == 0 else _weight(edge) for i, edge in enumerate(edges)]
+    if all(weights):  # one that is expanded over a batch is a learned input
+        weights = [None if weight is None or weight[1] is None or weight[1].repeats else weight for weight in weights]
     if all(weights) or not any(weights):  # a product of two parameters makes a weight, or reads a learned input
         return []
     rank, uses = len(node.shape()), []
@@ -424,9 +445,9 @@ def facts_of_graph(
     for node in order:
         if node.leaf is not None:
             views = _reached([node], lambda node_below: [user for user, *_ in node_below.users if user.kind in _VIEWS])
-            users = [user for view in views for user, *_ in view.users]
-            added = len(global_shape(node.leaf)) > 1 and any(user.kind in _TAKES_ACTIVATIONS for user in users)
-            hidden = any(user.is_opaque for user in users)
+            ways = [(view, user) for view in views for user, *_ in view.users]
+            added = len(global_shape(node.leaf)) > 1 and any(_takes_as_activations(*way) for way in ways)
+            hidden = any(user.is_opaque for _, user in ways)
             facts[names[id(node.leaf)]] = Facts("added" if added else None, hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             facts[names[id(at[0])]].does = "looked up"
@@ -442,10 +463,17 @@ def facts_of_graph(
         weight.groups = max(use.groups for use, _ in uses)
         weight.stored = _agreed(_stored(use) for use, _ in uses)
         cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
-        weight.cut = _agreed(cuts) if weight.stored and weight.groups < 2 else None
+        if weight.stored and weight.groups < 2 and None not in cuts:
+            weight.cut = _as_matrices(frozenset[Any]().union(*cuts), uses[0][0].rows)
         weight.hidden = weight.hidden or any(hides)
     _unlike_others(facts, {name: global_shape(parameter) for name, parameter in named})
     return dict(facts)
+
+
+def _takes_as_activations(view: Node, user: Node) -> bool:
+    """Whether a node adds, joins or normalizes a parameter, or multiplies it by a weight."""
+    reads = any(use.reads is not None and use.reads[0] is view for use in user.uses)
+    return reads or user.kind in _TAKES_ACTIVATIONS
 
 
 def _agreed(values: Iterable[Any]) -> Any:
@@ -459,7 +487,7 @@ def _is_first(use: _Use) -> bool | None:
     reads = use.reads[0] if use.reads is not None else None
     if reads is None:
         return None
-    if reads.learned:
+    if reads.weighed:
         return False
     if reads.hidden or not reads.data or _is_late(use.node):
         return None
@@ -536,15 +564,18 @@ def _computed(order: Iterable[Node]) -> Iterator[Tensor]:
 
 
 def _stored(use: _Use) -> Literal["out×in", "in×out"] | None:
-    """Return how a weight is stored; None if the operand is not one matrix, or one of a stack, in this order."""
+    """Return how a weight is stored; None if the operand is not one matrix, one of a stack or some of its rows."""
     shape = global_shape(use.parameter)
     if use.form is None or len(shape) < 2:
         return None
     if use.node.kind in _LAYERS:
         return "out×in" if use.out == 0 else None
-    sides: dict[Any, str] = {((shape[-2], shape[-1]),): "rows", ((shape[-1], 1),): "cols"} if len(shape) < 4 else {}
-    out, inner = (sides.get(_one_of_stack(use, dim)) for dim in (use.out, use.inner))
-    return "out×in" if (out, inner) == ("rows", "cols") else "in×out" if (out, inner) == ("cols", "rows") else None
+    ((out, out_stride), *more), inner = _one_of_stack(use, use.out) or ((0, 0),), _one_of_stack(use, use.inner)
+    if more or len(shape) > 3 or (use.form.ranks and out not in shape[-2:]):
+        return None
+    if out_stride == shape[-1] and inner == ((shape[-1], 1),):
+        return "out×in"
+    return "in×out" if out_stride == 1 and inner == ((shape[-2], shape[-1]),) else None
 
 
 def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
@@ -555,10 +586,10 @@ def _one_of_stack(use: _Use, dim: int) -> tuple[tuple[int, int], ...]:
     return tuple(atom for atom in use.form.dims[dim] if not stack or atom[1] != stack)
 
 
-def _cut(use: _Use) -> tuple[Matrices | None, bool]:
-    """Return how the features that a weight makes are cut into parts that stay apart, and whether there may be more.
+def _cut(use: _Use) -> tuple[_Parts | None, bool]:
+    """Return into which rows the features that a weight makes are cut, and whether there may be more parts.
 
-    The first is "whole" if they are not cut, and None if this is unknown.
+    The first is one part if they are not cut, and None if this is unknown.
     """
     shape = use.node.shape()
     features_made = rows = tuple[tuple[int, int], ...]()
@@ -569,12 +600,13 @@ def _cut(use: _Use) -> tuple[Matrices | None, bool]:
     dims = (features if is_readable and i == use.features else ((n, 0),) for i, n in enumerate(shape))
     hides: list[Node] = []
     pieces = _pieces(use.node, 0, Form(0, tuple(dims)), hides)
-    if not is_readable or len(pieces) > _MOST_PARTS:
+    if use.form is None or use.rows == 0 or not is_readable or (hides and len(pieces) == 1):
         return None, bool(hides)
-    if len(pieces) == 1:
-        return None if hides else "whole", bool(hides)
-    places = frozenset((piece.offset, piece.atoms()) for piece in pieces)
-    return _as_matrices(places, prod(size for size, _ in rows)), bool(hides)
+    ((count, stride),) = rows
+    first = use.form.offset // stride % use.rows
+    if len(pieces) > _MOST_PARTS:
+        return frozenset({(first, ((count, 1),))}), bool(hides)
+    return frozenset((first + piece.offset, piece.atoms()) for piece in pieces), bool(hides)
 
 
 def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 0) -> list[Form]:
@@ -589,7 +621,8 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
             inner = None if after is None else _pieces(user, 0, after, hides, deep + 1)
         if inner is None:  # it reads all features
             whole = True
-            if user.is_opaque or user.kind in _VIEWS | _CUTS or deep >= 60 or _picks(user, form):
+            may_cut = user.kind in _VIEWS | _CUTS or _picks(user, form) or _is_cut_again(user)
+            if user.is_opaque or may_cut or deep >= 60:
                 hides.append(user)
         parts |= {(part.offset, part.atoms()): part for part in inner or ()}
     cuts = [user for user, _ in users if user.kind in _CUTS]
@@ -608,6 +641,14 @@ def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | 
             return None
         pieces += [part] if gated else _pieces(cut, number, part, hides, deep + 1)
     return pieces
+
+
+def _is_cut_again(node: Node) -> bool:
+    """Whether a node joins features with others and the result is cut, so that its parts are not seen."""
+    if node.kind != "Cat":
+        return False
+    dim, rank = _dim(node.fn._saved_dim), len(node.shape())
+    return any(user.kind in _CUTS and (_dim(user.fn._saved_dim) - dim) % rank == 0 for user, *_ in node.users)
 
 
 def _picks(node: Node, form: Form) -> bool:
@@ -683,13 +724,17 @@ def _joins(cut: Node, number: int) -> set[_Step]:
 
 
 @cache
-def _as_matrices(pieces: frozenset[tuple[int, tuple[tuple[int, int], ...]]], out: int) -> Matrices | None:
-    """Return the entry of "matrices" for pieces of ``out`` rows, as offsets and pairs; None if no entry says it."""
+def _as_matrices(pieces: _Parts, out: int) -> Matrices | None:
+    """Return the entry of "matrices" for parts of ``out`` rows; None if no entry says it."""
     owner: dict[int, int] = {}
     for i, (offset, atoms) in enumerate(sorted(pieces)):
         places = product(*(range(0, size * stride, stride) for size, stride in atoms))
-        owner |= {offset + sum(strides): i for strides in places}
+        for strides in places:
+            if owner.setdefault(offset + sum(strides), i) != i:  # one product cuts what another does not
+                return None
     rows = [owner.get(row, -1) for row in range(out)]
+    if len(pieces) == 1:
+        return "whole" if set(rows) == {0} else None
     period = next(size for size in range(1, out + 1) if out % size == 0 and rows == rows[:size] * (out // size))
     order, runs = zip(*((i, len(list(run))) for i, run in groupby(rows[:period])), strict=True)
     if order != tuple(range(len(pieces))):

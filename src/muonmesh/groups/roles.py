@@ -299,7 +299,9 @@ def _matrix(description: str, site: Site, facts: Facts | None, transposed: bool 
     notes = f", fused: {parts}" if cut else ""
     spec: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
     matrices = by_shape(site.shape, spec, kernel=kernel or len(site.shape) > 3)
-    hides = facts is not None and facts.hidden and facts.cut is None
     notes += ", stored in × out" if transposed else ""
-    notes += "; an operation that reads what it makes hides whether it is fused" if hides else ""
-    return Role("muon", "matrices", description + notes, matrices, guess=not certain and (facts is None or hides))
+    doubtful = not certain and facts is not None and facts.cut is None
+    if doubtful and facts is not None:
+        hides = "an operation that reads what it makes hides" if facts.hidden else "a forward does not show"
+        notes += f"; {hides} whether it is fused"
+    return Role("muon", "matrices", description + notes, matrices, guess=not certain and (facts is None or doubtful))
