@@ -24,8 +24,8 @@ from tests.support.disks import read_only, small_disk
 from tests.support.folders import read, write
 
 COVERS = (
-    "checkpoint.folder.look",
-    "checkpoint.folder.put",
+    "checkpoint.folder.open_checkpoint",
+    "checkpoint.folder.move_into_place",
 )
 
 OLD, NEW, NEXT = 1, 2, 3

@@ -34,7 +34,7 @@ from tests.support.workers import Pool
 COVERS = (
     "tools.cli.diagnosis.diagnose",
     "tools.cli.doctor.doctor",
-    "tools.cli.installation.look_around",
+    "tools.cli.installation.check_installation",
 )
 
 STATE = {
