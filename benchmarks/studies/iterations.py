@@ -135,8 +135,8 @@ def accuracy(momentum: Path | None, shapes: list[str]) -> list[dict[str, Any]]:
                 "polar": float((result - u @ vh).norm() / (u @ vh).norm()),
                 "largest": float(torch.linalg.matrix_norm(result, 2)),
             }
-        own = (u * polynomials_of(s / s.norm(), "polar_express")) @ vh
-        row["polar_express"]["own"] = float((usual(x).double() - own).norm() / own.norm())
+        function_of_x = (u * polynomials_of(s / s.norm(), "polar_express")) @ vh
+        row["polar_express"]["own"] = float((usual(x).double() - function_of_x).norm() / function_of_x.norm())
         table.append(row)
         cells = (f"{row[contender]['polar']:.3f} / {row[contender]['largest']:.2f}" for contender in CONTENDERS)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from muonmesh.comm.meeting import telling_failure
+from muonmesh.comm.rendezvous import announcing_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error, warn
 from muonmesh.groups import Example
@@ -22,7 +22,7 @@ from muonmesh.settings import MuonSettings, shows_settings
 LARGE_RATE = 0.01
 """From here on, a learning rate is larger than AdamW's usually are, and as large as other Muons' are."""
 
-split_params = telling_failure()(split_locally)
+split_params = announcing_failure()(split_locally)
 """`muonmesh.groups.split_params`. With several ranks, the other ranks learn of an error at their first step."""
 
 
@@ -66,7 +66,7 @@ def from_model(
         write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
-    with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
+    with calling("from_model"), announcing_failure(alone=settings.get("process_group") == "local"):
         split: dict[str, Any] = {"muon": muon, "adamw": adamw, "overrides": overrides}
         groups = split_locally(model, **split, example=example, watch=watch)
         for group in groups:

@@ -19,11 +19,11 @@ from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, wi
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
+from muonmesh.comm.communicator import Counts
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
-from muonmesh.comm.meeting import telling_failure, withdraw_failure
+from muonmesh.comm.rendezvous import announcing_failure, withdraw_failure
 from muonmesh.comm.storage import world_size
 from muonmesh.comm.to_owners import ToOwners
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
@@ -33,7 +33,7 @@ from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
-from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
+from muonmesh.settings.reading import StepSettings, keep_rates_apart, read_groups
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
@@ -55,7 +55,7 @@ class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
     planned: Planned
-    settings: SettingsFound
+    settings: StepSettings
     collected: Collected
     flags: Flags
     clip: Clip
@@ -153,7 +153,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         process_group = settings.get("process_group")
         with_others = process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup)
-        with telling_failure(alone=not with_others):
+        with announcing_failure(alone=not with_others):
             defaults, shared = read_settings(lr, settings)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
@@ -425,9 +425,11 @@ class Muon(torch.optim.Optimizer):
             rule = settings.rules[entries[0].member.group]
             elementwise.append(partial(step_elementwise, rule, entries, precision, flags, squares, offload))
         watched = torch.autograd.profiler._is_profiler_enabled
-        runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
+        runtime.interrupted = f"a step (number {exchange.communicator.steps} of this plan)"
         try:
-            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen and collected.seen.version)
+            work.ready.begin(
+                exchange.communicator, settings.rules, flags, squares, collected.seen and collected.seen.version
+            )
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             work.ready.finish()
@@ -613,7 +615,7 @@ class Muon(torch.optim.Optimizer):
         `explain` predicts these numbers.
         """
         connected = self._runtime.connected
-        return Counts() if connected is None else connected.exchange.wire.counts
+        return Counts() if connected is None else connected.exchange.communicator.counts
 
     def explain(self) -> Explanation:
         """Return what updates each parameter and why, its owner, and the cost of a step; ``str()`` gives a table.

@@ -179,7 +179,7 @@ BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
     "numerics/kernels/__init__.py": {"kernels", "kernels="},
     # What another rank's message said, which has its four parts.
-    "comm/meeting.py": {"failed"},
+    "comm/rendezvous.py": {"failed"},
     "checkpoint/state.py": {"str(error)"},
 }
 """Files with the messages, by how they begin or as they are written, that are not composed there, and why."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
-from muonmesh.comm import meeting
+from muonmesh.comm import rendezvous
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
 from muonmesh.step.runtime import Driver
@@ -35,9 +35,9 @@ SOON = 20.0
 """Seconds within which every rank must have ended; the ranks' collectives wait for minutes."""
 
 COVERS = (
-    "comm.meeting.telling_failure",
-    "comm.telling.tell_all",
-    "comm.meeting.meeting",
+    "comm.rendezvous.announcing_failure",
+    "comm.gather_objects.gather_objects",
+    "comm.rendezvous.naming_missing_ranks",
     "step.flag_vector.Flags",
     "step.replicas.said_of_settings",
 )
@@ -430,7 +430,7 @@ def test_a_plan_that_changes_everywhere_goes_on(workers, waits: bool) -> None:
 def construction_fails(how: str) -> tuple[str, float]:
     """Rank 1 cannot make its optimizer; the others learn of it when they come to their first step."""
     rank, stages = dist.get_rank(), how.startswith("stage")
-    meeting.GRACE = 0.5
+    rendezvous.GRACE = 0.5
     groups = [dist.new_group([0]), dist.new_group([1])]
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
     overrides = {"nothing.of.this.name": "adamw"} if rank == 1 else None
@@ -485,7 +485,7 @@ def caught_and_made_anew() -> None:
 def alone(what: str) -> tuple[str, float]:
     """Rank 0 calls what rank 1 does not."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     model, optimizer = build(process_group=group)
     give(model, 0)
     optimizer.step()
@@ -513,7 +513,7 @@ def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: 
 def dies_in_the_step(file: str) -> None:
     """Rank 1 agrees to the step and then dies; rank 0 says so, and does not build upon what is half written."""
     model, optimizer = build("fsdp")
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     give(model, 0)
     optimizer.step()
     give(model, 1)
@@ -910,7 +910,7 @@ def local_values(model: nn.Module) -> list[Tensor]:
 def lacking_while_it_writes(file: str) -> list[str]:
     """Let memory run out on rank 1 after AdamW has written its moments; that rank then ends, as by an error."""
     model, optimizer = build("fsdp")
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     for step in range(2):
         give(model, step)
         if step == 0:

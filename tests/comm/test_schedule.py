@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.views import Elements, by_shape
-from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Batching
 from muonmesh.layout import (
     Budget,
     FlatShards,
@@ -33,7 +34,7 @@ from muonmesh.numerics.kernels import threads
 COVERS = (
     "comm.schedule.Schedule",
     "comm.views.Elements",
-    "comm.work.Batching",
+    "comm.step_callbacks.Batching",
     "comm.schedule.stages_of",
 )
 
@@ -79,7 +80,7 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
 class Two(Batching):
     """Two matrices at once, whatever their shapes are."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 2
 
     def joins(self, number: int, shape: tuple[int, int]) -> None:
@@ -120,7 +121,7 @@ def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
     found, results, received, sent = list[Scatter](), back.results, None, None
     for index in range(len(back.stage.back)):
         found.append(one := schedule.scatter(back.stage, index, results, received, sent))
-        received, sent = one.swap.receive, one.swap.send if one.again else None
+        received, sent = one.all_to_all.receive, one.all_to_all.send if one.again else None
         results = [] if one.last else results
     return found
 
@@ -137,7 +138,7 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
         return pool.submit(replay).result()
 
 
-def travel(ways: list[Swap | None]) -> None:
+def travel(ways: list[AllToAll | None]) -> None:
     """Move what an all-to-all moves."""
     if ways[0] is None:
         assert ways == [None] * len(ways)
@@ -186,7 +187,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     owned = 0
     ranks = schedules(plan, Two())
     for rank, schedule in enumerate(ranks):
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
             owned += len(local.assignments)
             assert len(local.assignments) <= 2
             batch = torch.zeros(sum(map(math.prod, local.shapes)), dtype=torch.float64)
@@ -201,7 +202,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
         for rank, one in enumerate(stages):
             for row, into in one.there.reads:
                 into.copy_(elements(row, held[row.parameter, rank]))
-        travel([one.there.swap for one in stages])
+        travel([one.there.all_to_all for one in stages])
         for rank, one in enumerate(stages):
             for to, of in one.there.arriving:
                 to.copy_(of)
@@ -221,7 +222,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
             for turn in of_all:
                 for to, of in turn.leaving:
                     to.copy_(of)
-            travel([turn.swap for turn in of_all])
+            travel([turn.all_to_all for turn in of_all])
             for rank, turn in enumerate(of_all):
                 for row, of in turn.arrived:
                     elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
@@ -238,8 +239,8 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
     ]
     schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
     assert schedule.stages == []
-    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.left]
-    assert sorted(len(alike.assignments) for alike in schedule.left) == [1, 3]  # a tall matrix is assembled wide
+    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.trailing]
+    assert sorted(len(alike.assignments) for alike in schedule.trailing) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 
@@ -293,7 +294,7 @@ def test_results_for_many_replicas_are_passed_on() -> None:
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
         (found,) = stages_of(schedule)
         exchanges = exchanges_of(schedule, found)
-        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in exchanges)
+        assert all(max(len(one.all_to_all.send), len(one.all_to_all.receive)) <= 64 * 96 for one in exchanges)
         assert sum(some.numel() for some in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
@@ -307,7 +308,7 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
     assert kept_by(on_device) == {}
     assert kept_by(on_cpu)
-    first, again = (on_cpu.gather(on_cpu.stages[0]).swap for _ in range(2))
+    first, again = (on_cpu.gather(on_cpu.stages[0]).all_to_all for _ in range(2))
     assert first is not None
     assert again is not None
     assert (first.send.data_ptr(), first.receive.data_ptr()) == (again.send.data_ptr(), again.receive.data_ptr())
@@ -316,3 +317,25 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
         assert views[0] == views[1]
         for kept, given in zip(exchanges_of(on_cpu, mine), exchanges_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]
+
+
+class One(Batching):
+    """A task for each matrix."""
+
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
+        return 1
+
+
+def test_the_matrices_of_a_portion_are_freed_before_the_next_portion_has_memory() -> None:
+    layout = MeshLayout.replicated((4, 6), (0, 1))
+    parameters = [Parameter(str(n), layout, layout, split(str(n), (4, 6), None), (1,), "") for n in range(6)]
+    plan = make_plan(parameters, bucket_elements=10**6)
+    schedule = Schedule(plan, 0, plan.ranks, torch.float32, torch.device("meta"), One())
+    (stage,) = schedule.stages
+    assert len(stage.portions) == 3
+    last: weakref.ref[Tensor] | None = None
+    for _, elements, batches in schedule.portions(stage):
+        assert last is None or last() is None
+        last = weakref.ref(batches[0][0])
+        del elements, batches
+        assert last() is None

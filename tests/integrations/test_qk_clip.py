@@ -155,7 +155,7 @@ def test_an_optimizers_splits_say_which_rows_make_queries_where_nothing_else_doe
         mm.QKClip(model, optimizer=mm.from_model(model))
     said = {"mix.qkv.weight": {"algorithm": "muon", "matrices": ("rows", 8, 8, 8)}}
     clip = mm.QKClip(model, optimizer=mm.from_model(model, overrides=said))
-    ((attention, _),) = clip._known.values()
+    ((attention, _),) = clip._attentions.values()
     weight = [(row.low, row.high, row.head) for row in attention.rows if row.name.endswith("weight")]
     assert weight == [(0, 4, 0), (4, 8, 1), (8, 12, 0), (12, 16, 1)]
 

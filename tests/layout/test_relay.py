@@ -250,14 +250,14 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
     optimizer.step()
     owners = optimizer._runtime.connected.exchange
-    wire, compute = owners.wire, owners._compute
-    swap, finish = wire.swap, wire.finish
+    communicator, compute = owners.communicator, owners._compute
+    all_to_all, finish = communicator.start, communicator.finish
     going: set[int] = set()
     found: list[int] = []
 
     def begun(moved: Any) -> Any:
-        transfer = swap(moved)
-        if "scatter" in moved.what:
+        transfer = all_to_all(moved)
+        if "scatter" in moved.name:
             going.add(id(transfer))
         return transfer
 
@@ -269,7 +269,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         found.append(len(going))
         compute(*given)
 
-    wire.swap, wire.finish, owners._compute = begun, ended, computed
+    communicator.start, communicator.finish, owners._compute = begun, ended, computed
     optimizer.step()
     assert not going
     return len(owners.schedule.stages), found

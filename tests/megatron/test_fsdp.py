@@ -25,22 +25,18 @@ FULL = Shape(fsdp="optim_grads_params")
 
 def whole(parameters: dict[str, Any], *, gradients: bool = False) -> dict[str, Tensor]:
     """Whole parameters, or gradients, of the pieces that the ranks hold in their order. All ranks call it."""
-    mine = {}
+    local_pieces = {}
     for name, parameter in parameters.items():
-        held = parameter.grad if gradients else parameter
-        local = parameter.to_local()[:0] if held is None else held.to_local()
-        mine[name] = local.detach().reshape(-1).clone()
-    told: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    pieces: dict[str, list[Tensor]] = {}
-    for each in told:
-        for name, piece in each.items():
-            pieces.setdefault(name, []).append(piece)
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    every: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(every, shapes)
-    shapes = {name: shape for each in every for name, shape in each.items()}
-    return {name: torch.cat(some).view(shapes[name]) for name, some in pieces.items()}
+        value = parameter.grad if gradients else parameter
+        local = parameter.to_local()[:0] if value is None else value.to_local()
+        local_pieces[name] = local.detach().reshape(-1).clone(), tuple(parameter.shape)
+    pieces_of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(pieces_of_ranks, local_pieces)
+    shapes = {name: shape for pieces in pieces_of_ranks for name, (_, shape) in pieces.items()}
+    return {
+        name: torch.cat([pieces[name][0] for pieces in pieces_of_ranks if name in pieces]).view(shape)
+        for name, shape in shapes.items()
+    }
 
 
 def train(shape: Shape, **settings: Any) -> tuple[dict[str, float], list[list[float]], list[float | None], list[float]]:

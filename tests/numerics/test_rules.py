@@ -870,12 +870,12 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     prove_rule("own", examples=5)
     begun = ReadyParameters.begin
 
-    def ignoring(self: Any, wire: Any, rules: Any, flags: Any, *others: Any) -> None:
+    def ignoring(self: Any, communicator: Any, rules: Any, flags: Any, *others: Any) -> None:
         if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
             plain = own.__mro__[1]
             given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
             rules = [rule and plain(**rule) for rule in given]
-        begun(self, wire, rules, flags, *others)
+        begun(self, communicator, rules, flags, *others)
 
     monkeypatch.setattr(ReadyParameters, "begin", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):

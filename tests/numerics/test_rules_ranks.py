@@ -40,12 +40,12 @@ from tests.support.meshes import mesh_of
 from tests.support.pages import run as run_page
 
 COVERS = (
-    "comm.companions.CompanionExchange",
+    "comm.factored_exchange.FactoredExchange",
     "comm.matrix_sums.MatrixSums",
     "tools.testing.prove_rule",
-    "step.stored_companions.StoredCompanions",
-    "step.stored_companions.RuleSums",
-    "layout.companion_plan.CompanionPlan",
+    "step.stored_factored.StoredFactored",
+    "step.stored_factored.RuleSums",
+    "layout.factored_plan.FactoredPlan",
 )
 
 STEPS = 4

@@ -53,8 +53,8 @@ from muonmesh.checkpoint.manifest import (
 )
 from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
@@ -307,14 +307,14 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], setti
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
         assigned = _boxes_to_write(tensors)
-        manifests = tell_all(on_every_rank(write_own))
+        manifests = gather_objects(on_every_rank(write_own))
         on_first_rank(finish)
 
 
 def _boxes_to_write(tensors: Mapping[str, LocalBoxes]) -> list[tuple[str, Sizes]]:
     """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
     local_sizes = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
-    everyone = tell_all(local_sizes)
+    everyone = gather_objects(local_sizes)
     holders: dict[tuple[str, Sizes], list[int]] = {}
     for rank, sizes in enumerate(everyone):
         for key in sizes:

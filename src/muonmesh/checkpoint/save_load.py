@@ -20,9 +20,9 @@ from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settin
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
+from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed, tell_all
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
@@ -87,7 +87,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
             return {record.name: _digest(record) for record in records}, settings_of(trained), _sums(trained)
 
-        digests, settings, sums = zip(*agreed(facts, kind=StateError), strict=True)
+        digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -134,7 +134,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        names = {name for names_of_rank in tell_all([record.name for record in records]) for name in names_of_rank}
+        own_names = [record.name for record in records]
+        names = {name for names_of_rank in gather_objects(own_names) for name in names_of_rank}
         plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, names, strict=strict))
         on_every_rank(lambda: contents.read(plan.boxes))
         settled(plan.check)

@@ -40,9 +40,9 @@ def declared_layouts(model: nn.Module) -> dict[str, Declared]:
     """
     wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     if not wrappers:
-        found = "no module wrapped by FullyShardedDataParallel"
+        problem = "no module wrapped by FullyShardedDataParallel"
         write = "Pass what FullyShardedDataParallel(model, use_orig_params=True) returns; fully_shard needs no layouts"
-        raise ValueError(explain_error("declared_layouts", found, "a model under FSDP1", write))
+        raise ValueError(explain_error("declared_layouts", problem, "a model under FSDP1", write))
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layouts: dict[str, Declared] = {}
     for wrapper in wrappers:
@@ -55,9 +55,9 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     """Return the layouts of the parameters in one flat buffer."""
     flat = handle.flat_param
     if flat._params is None:
-        found, needed = "one flat parameter instead of them", "views of it, one for each of them"
+        problem, needed = "one flat parameter instead of them", "views of it, one for each of them"
         write = "Write FullyShardedDataParallel(..., use_orig_params=True), or shard with fully_shard"
-        raise LayoutError(explain_error(", ".join(flat._fqns), found, needed, write))
+        raise LayoutError(explain_error(", ".join(flat._fqns), problem, needed, write))
     group = wrapper.process_group
     assert group is not None
     sharing = dist.get_process_group_ranks(group)
@@ -69,7 +69,7 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     peers = [me] if copies is None else dist.get_process_group_ranks(copies)
     ranks = tuple(rank + peer - me for peer in peers for rank in sharing)
     places = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
-    offsets = [place for place, is_padding in places if not is_padding]
+    offsets = [ends for ends, is_padding in places if not is_padding]
     layouts: dict[str, Declared] = {}
     for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
         within = MeshLayout(tuple(shape), (len(peers), len(sharing)), ranks, (Replicate(), Replicate()))

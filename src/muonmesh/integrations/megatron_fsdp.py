@@ -29,16 +29,16 @@ def read_layout(name: str, tensor: Tensor) -> Layout | None:
     """
     if not isinstance(tensor, DTensor) or not (hasattr(tensor, _OF_V1) or hasattr(tensor, _OF_V2)):
         return None
-    mesh, axes, given = tensor.device_mesh, [*range(tensor.device_mesh.ndim)], tensor.placements
+    mesh, axes, placements = tensor.device_mesh, [*range(tensor.device_mesh.ndim)], tensor.placements
     if (dims := getattr(tensor, _OF_V1, None)) is not None:
         axes = [axis for axis in axes if (mesh.mesh_dim_names or ())[axis] in (dims.dp_outer_dim, dims.dp_shard_dim)]
-    cut = [axis for axis in axes if isinstance(given[axis], TorchShard)]  # v2's Flat is a Shard too
+    cut = [axis for axis in axes if isinstance(placements[axis], TorchShard)]  # v2's Flat is a Shard too
     if not cut:
         return None  # whole parameters: their placements are right
-    place, size = _place_in_buffer(tensor)
-    left = [Replicate() if axis in cut else placement for axis, placement in enumerate(given)]
-    within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, left))
-    return FlatShards.in_buffer(within, cut, place, size)
+    interval, size = _place_in_buffer(tensor)
+    replicated = [Replicate() if axis in cut else placement for axis, placement in enumerate(placements)]
+    within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, replicated))
+    return FlatShards.in_buffer(within, cut, interval, size)
 
 
 def _place_in_buffer(tensor: Any) -> tuple[Interval, int]:
@@ -49,5 +49,5 @@ def _place_in_buffer(tensor: Any) -> tuple[Interval, int]:
         return Interval(0, item.size, item.global_data_index), parameter._gbuf.bucket_index.size
     group = tensor._mfsdp_parameter_group()
     layout = group.main_weight.layout
-    index = next(i for i, each in enumerate(group.fsdp_parameters) if each.sharded is tensor)
+    index = next(i for i, fsdp_parameter in enumerate(group.fsdp_parameters) if fsdp_parameter.sharded is tensor)
     return Interval(0, math.prod(layout.tensor_shapes[index]), layout.tensor_to_offset[index]), layout.size

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.copies import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import connected
+from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank, send_objects_by
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.rendezvous import connected
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import send_by, tell_all, tell_by_rank
+from muonmesh.comm.undeclared_replicas import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
-from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
+from muonmesh.settings.reading import StepSettings, plan_terms, read_groups
 from muonmesh.step.members import (
     OptimizedParameter,
     check_members,
@@ -140,7 +140,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     facts: Facts | None = None
     sums: Gradients = {}
     if planned is not None:
-        send_by(planned.device)
+        send_objects_by(planned.device)
         try:
             claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
@@ -148,28 +148,28 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
             facts = Facts(claims, products, runtime.ranks.machine, added(sums))
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
-    facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
+    facts_of = cast(dict[int, Facts], gather_objects_by_rank(facts, error, group=group))
     copies = find_copies({rank: rank_facts.claims for rank, rank_facts in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
     averages = {rank: rank_facts.averages for rank, rank_facts in facts_of.items()}
-    insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
+    insist_on_averages(averages, lambda: gather_objects_by_rank(sums, group=group))
     owned = [number for number, assignment in enumerate(planned.plan.assignments) if assignment.owner == planned.rank]
     orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.wire,
-        companion_dtype=runtime.precision.carried,
+        factored_dtype=runtime.precision.carried,
         device=planned.device,
         batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),
     )
     planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(planned.exchange.wire.steps)
+    runtime.source.complete(planned.exchange.communicator.steps)
     if "rounding" not in runtime.warned:
         runtime.warned.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
@@ -215,10 +215,10 @@ def _plan_of_all(
         PlanError: on every rank, if plans of the same parameters differ.
     """
     error = error or unknown_matrix([] if planned is None else planned.members)
-    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
+    plans = gather_objects(None if planned is None else planned.plan.digest, error, group=group)
     assert planned is not None
     if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
-        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
+        views = gather_objects(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = widened(planned, views, ranks, planner)
         insist(group, planned.plan)
     return planned
@@ -232,7 +232,7 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
     return [group for group in candidates if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
+def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> Planned | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -251,7 +251,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Plann
     if before is None:
         return None
     same = settings.error is None and before.signature == Signature.of(groups, runtime, settings.terms)
-    runtime.source.complete(before.exchange.wire.steps)
+    runtime.source.complete(before.exchange.communicator.steps)
     return None if same else before
 
 
@@ -281,13 +281,9 @@ def _read(
         if runtime.connected is not None:
             return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
+    copies, shard_state = copies or {}, runtime.requested.shard_state
     members, sets, error = members_of(
-        groups,
-        runtime.holders,
-        runtime.layouts,
-        runtime.source,
-        copies or {},
-        shard_state=runtime.requested.shard_state,
+        groups, runtime.holders, runtime.layouts, runtime.source, copies, shard_state=shard_state
     )
     if error is not None:
         return None, sets, error
@@ -304,7 +300,7 @@ def _planner(runtime: Runtime) -> Planner:
         itemsize = runtime.precision.compute.itemsize
         budget = Budget.of(parameters, runtime.requested.memory_budget_mb, itemsize=itemsize, host=host)
         return make_plan(
-            parameters, known=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
+            parameters, fixed_owners=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
         )
 
     return planner

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
@@ -94,11 +94,11 @@ class Blocks:
         """The number of blocks whose scales the ranks agree on in a step."""
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
-    def agree(self, wire: Wire, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
+    def agree(self, communicator: Communicator, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
         """Return the largest momentum of each block that several pieces share, over all ranks, which all call this.
 
         Args:
-            wire: Sends to the other ranks.
+            communicator: Sends to the other ranks.
             measure: Writes what this rank has (`Momentum.measure`) into int32 (blocks,), zeros before.
 
         Returns:
@@ -108,7 +108,7 @@ class Blocks:
             return None
         largest = torch.zeros(self.count, dtype=torch.int32, device=self.device)
         measure(largest)
-        wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+        communicator.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         return largest
 
     @cached_property
@@ -283,8 +283,8 @@ class Momentum:
     def _segments(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
         """Yield each segment of a piece with a (lines, width) view of its elements in contiguous ``values``."""
         for segment in self.blocks.segments(number, piece):
-            start = values.storage_offset() + segment.place
-            yield segment, values.as_strided((segment.lines, segment.width), segment.places, start)
+            start = values.storage_offset() + segment.piece_start
+            yield segment, values.as_strided((segment.lines, segment.width), segment.piece_strides, start)
 
 
 class Int8Codec(StateCodec):
@@ -316,9 +316,9 @@ class Int8Codec(StateCodec):
             self._coded[identity] = momentum
         return self._coded[identity]
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Agree on the scales of the blocks that several pieces share, as they will be after this step."""
-        self._agreed = self._blocks.agree(wire, self._measure)
+        self._agreed = self._blocks.agree(communicator, self._measure)
 
     def _measure(self, into: Tensor) -> None:
         for number in self._blocks.shared:
@@ -335,11 +335,8 @@ class Int8Codec(StateCodec):
         for number in dict.fromkeys(row.assignment for row in table.rows):
             step = self._of(number)
             momenta: Mapping[str, Momentum] = {} if step is None else step.entry.momenta or {}
-            if (
-                step is None
-                or not momenta
-                or (step.nonzero is False and all(codes.loaded is None for codes in momenta.values()))
-            ):
+            loaded = [codes for codes in momenta.values() if codes.loaded is not None]
+            if step is None or not (loaded or (momenta and step.nonzero is not False)):
                 continue  # no gradient is folded in, and no loaded momentum is encoded
             # Read all pieces before any is written: pieces may share a block, whose old scale a write replaces.
             for piece, values in [(piece, self._folded(step, piece)) for piece in self._pieces(step)]:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.placing import nobody_said, ranks_of, refuse_flattened, shape_if_known, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
 from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
+from muonmesh.comm.undeclared_replicas import Copies
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout, split_matrices
 from muonmesh.layout.matrix import MatrixSpec
@@ -281,7 +281,9 @@ def named_alike(kind: type[E], name: str, problem: str) -> E:
 def _with_momentum_placed(members: Sequence[OptimizedParameter], source: GradientSource) -> list[OptimizedParameter]:
     """Return the members with the momentum of matrices placed as the gradient source wants."""
     matrices = [number for number, member in enumerate(members) if member.is_matrix]
-    places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
+    places = source.momentum_storages(
+        [(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices]
+    )
     placed = list(members)
     for number, storage in zip(matrices, places, strict=True):
         if storage is not members[number].momentum_storage:

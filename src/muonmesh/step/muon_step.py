@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from muonmesh.comm.step_callbacks import LocalBatch, StepCallbacks
 from muonmesh.comm.views import Elements, view_in_storage
-from muonmesh.comm.work import Local, Work
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import NOWHERE, Row, evenly
 from muonmesh.layout.region import row_major
@@ -30,7 +30,7 @@ from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.planning import Planned
-from muonmesh.step.stored_companions import RuleSums, StoredCompanions
+from muonmesh.step.stored_factored import RuleSums, StoredFactored
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -54,8 +54,8 @@ Take = Callable[[Sequence[Row], Tensor | None, Sequence[MatrixStep]], bool]
 joined from several. Returns False if nothing was done, because tensors of several rows differ."""
 
 
-class MuonStep(Work):
-    """The step of Muon's parameters: reads, computes and writes for the exchange (`muonmesh.comm.work.Work`).
+class MuonStep(StepCallbacks):
+    """The step of Muon's parameters: reads, computes and writes for the exchange (`StepCallbacks`).
 
     Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy.
@@ -67,11 +67,11 @@ class MuonStep(Work):
 
     Attributes:
         ready: The parameters of the step.
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
-    companions: StoredCompanions
+    factored_states: StoredFactored
     summands: RuleSums
 
     def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
@@ -82,7 +82,7 @@ class MuonStep(Work):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[Local, tuple[list[int], Repeatable | None, object]] = {}
+        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
         self._known: dict[tuple[int, object], Views] = {}
 
@@ -93,8 +93,8 @@ class MuonStep(Work):
             elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
                 matrices travel.
         """
-        self._elementwise, companions = elementwise, StoredCompanions(self.ready)
-        self.companions, self.summands = companions, RuleSums(self.ready, companions)
+        self._elementwise, factored_states = elementwise, StoredFactored(self.ready)
+        self.factored_states, self.summands = factored_states, RuleSums(self.ready, factored_states)
         if self._by_kernel is not None:
             self._by_kernel.begin()
 
@@ -114,7 +114,7 @@ class MuonStep(Work):
         if codec is not None:
             codec.have_read(elements.table)
 
-    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+    def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
 
         That is possible if fold, products and apply depend on nothing but the numbers on the device and the addresses
@@ -163,7 +163,7 @@ class MuonStep(Work):
     def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
         """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
         one = self.ready.of(number)
-        with self.companions.of(one) as state:
+        with self.factored_states.of(one) as state:
             rows, cols = one.matrix.rows, one.matrix.cols
             parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
 
@@ -187,7 +187,7 @@ class MuonStep(Work):
         """
         table = elements.table
         if rows is table.rows and self.ready.squares is None and not alone:
-            runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
+            runs: Sequence[Run] = table.derived.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
         if len(runs) == 1:

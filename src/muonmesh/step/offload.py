@@ -185,7 +185,7 @@ class DeviceCopies(StateCodec):
         if missing:
             self._offload.end_bucket()
         for tensor, entry in missing.items():
-            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
+            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.factored is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
             for sharing in self._sharing[tensor]:

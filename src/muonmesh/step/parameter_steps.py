@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import Storage, is_freed, local_of, this_rank
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
 from muonmesh.layout.piece_table import PieceTable
@@ -207,47 +207,49 @@ class Views(NamedTuple):
     write: Callable[[], None] | None = None
 
 
-class Kind(NamedTuple):
+class Kind:
     """What matrices of one group and size have in common in a step.
 
-    Attributes:
+    Args:
         rule: The snapshot of their rule.
         orthogonalizer: Orthogonalizes them.
+        matrix: One of them.
+
+    Attributes:
+        rule, orthogonalizer: As given.
         scale: The update scale of the whole matrix.
         sums: Whether the rule needs sums over a matrix before its weights are written.
         rounds_to_nearest: Whether weights are rounded as casts round them.
         balances, changes: Whether the rule changes whole matrices before they are orthogonalized, and afterwards.
     """
 
-    rule: Rule
-    orthogonalizer: Orthogonalizer
-    scale: float
-    sums: bool
-    rounds_to_nearest: bool
-    balances: bool
-    changes: bool
+    def __init__(self, rule: Rule, orthogonalizer: Orthogonalizer, matrix: Matrix) -> None:
+        self.rule, self.orthogonalizer = rule, orthogonalizer
+        self.scale, self.sums = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands")
+        self.rounds_to_nearest = rule.stochastic_rounding is None
+        self.balances, self.changes = rule.overrides("balance"), rule.overrides("whole")
 
 
-class MatrixStep(NamedTuple):
+class MatrixStep:
     """A matrix in one step, of which this rank stores something.
 
-    Attributes:
+    Args:
         number: The number of its assignment.
         matrix: The matrix.
         entry: Its parameter.
         kind: What it shares with others.
         nonzero: Whether its gradient is not zero; a 0-d bool tensor if only the device knows.
-        mask: The same if only the device knows; else None.
+
+    Attributes:
+        number, matrix, entry, kind, nonzero: As given.
+        mask: The same as ``nonzero`` if only the device knows; else None.
         changes: Whether its elements may change: there is state, and the gradient is not known to be zero.
     """
 
-    number: int
-    matrix: Matrix
-    entry: ParameterStep
-    kind: Kind
-    nonzero: bool | Tensor
-    mask: Tensor | None
-    changes: bool
+    def __init__(self, number: int, matrix: Matrix, entry: ParameterStep, kind: Kind, nonzero: bool | Tensor) -> None:
+        self.number, self.matrix, self.entry, self.kind, self.nonzero = number, matrix, entry, kind, nonzero
+        self.mask = nonzero if isinstance(nonzero, Tensor) else None
+        self.changes = nonzero is not False and entry.created
 
     @property
     def rule_in_turn(self) -> Rule:
@@ -283,18 +285,13 @@ class MatrixStep(NamedTuple):
         return Views({WEIGHTS: exact, **beside}, partial(rounding.write, exact, weights))
 
 
-def rounds_to_nearest(rule: Rule) -> bool:
-    """Whether weights are rounded as casts round them."""
-    return rule.stochastic_rounding is None
-
-
 class StateCodec:
     """How a step reads and writes state that is kept otherwise than it is computed with."""
 
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its state, if that can be done before the step begins."""
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Begin the step, when all parameters are bound. All ranks call this."""
 
     def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import Agreed, Said, standing
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.same_plan import insist_on_equal
+from muonmesh.comm.step_callbacks import StepCallbacks
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.numerics.kernels.pinned_copies import upload
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
@@ -36,7 +36,7 @@ Entries = Sequence[ParameterStep | None]
 def preflight(
     planned: Planned,
     collected: Collected,
-    settings: SettingsFound,
+    settings: StepSettings,
     runtime: Runtime,
     replicas: Mapping[int, Fingerprint],
     *,
@@ -82,7 +82,7 @@ def preflight(
     nonzero = _nonzero(planned, collected, waits=waits)
     moves = settings.at_rest and _moves(collected)
     if alone:
-        exchange.wire.begin_step()
+        exchange.communicator.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
         return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
@@ -93,9 +93,9 @@ def preflight(
         **said_of_settings(*terms),
         **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
     }
-    agreed = exchange.wire.agree(flag_vector.agreement, answers, planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, answers, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
-    active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
+    active, overflowed = agreed.answers("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
         runtime.last.absent = _absent(entries, agreed, waits=False)
@@ -185,7 +185,7 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
     lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
     if not lacking:
         return {}
-    present: Sequence[bool] | Tensor = agreed.each("present").tolist() if waits else agreed.each("present")
+    present: Sequence[bool] | Tensor = agreed.answers("present").tolist() if waits else agreed.answers("present")
     absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
     for number, entry in lacking.items():
         layout, tensor = entry.member.storage.layout, entry.member.tensor
@@ -212,7 +212,7 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> bool:
+def stand_aside(planned: Planned, settings: StepSettings, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
@@ -233,9 +233,9 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         PlanError: another rank found an error, if the CPU waits.
     """
     exchange, error = planned.exchange, settings.error
-    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
+    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `StepSettings.at_rest`.
     waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
-    agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)
     if waits:
         raise_errors(agreed)
@@ -244,8 +244,8 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         return False
     if bool(agreed.any("follows")):
         if runtime.precision.int8:
-            planned.blocks.agree(exchange.wire)
-        exchange.run(Work())
+            planned.blocks.agree(exchange.communicator)
+        exchange.run(StepCallbacks())
     _tell_later(runtime, agreed, raise_errors)
     return True
 
@@ -280,7 +280,7 @@ def _raise_errors(
     if not bool(_stops(agreed)):
         return
     if bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():
         parameter = parameters[flag_vector.shards[shard]]

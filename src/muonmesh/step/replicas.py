@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.agreement import SILENT, bits_of
-from muonmesh.comm.copies import Claim, Gradients, Sums
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.undeclared_replicas import Claim, Gradients, Sums
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.int8_momentum import SCALE
 from muonmesh.step.members import OptimizedParameter
@@ -155,7 +155,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
     if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
         yield 0, flat
         return
-    for first, length, start in storage.layout.held(this_rank()):
+    for first, length, start in storage.layout.intervals_of(this_rank()):
         yield first, flat[start : start + length]
 
 
@@ -163,7 +163,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
 
 
 def said_of_settings(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, bytes | Tensor]:
     """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
@@ -198,7 +198,7 @@ def said_of_settings(
 
 
 def lines(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
     """Return the compared settings of each parameter as text, by name. The CPU waits for values on the device."""
     text_by_name = {}

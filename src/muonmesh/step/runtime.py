@@ -21,7 +21,7 @@ from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.settings import ProcessGroup
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
@@ -109,7 +109,7 @@ class LastStep:
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
     """
 
-    settings: SettingsFound | None = None
+    settings: StepSettings | None = None
     counted: list[dict[str, Any]] = field(default_factory=list)
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import Storage, is_freed, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout.companion import Companion
+from muonmesh.layout.factored_state import FactoredState
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, master_for, real_of
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.rules import KeptAs, never_negative
@@ -76,14 +76,14 @@ class StateLayout(NamedTuple):
     Attributes:
         kept_as: The kind of its shape, see `KeptAs`; or "count", one number for the tensor, see `COUNTED`.
         storage: The storage (layout and shapes) of this tensor.
-        companion: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
+        factored: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
             per-element state, which is read and written where it is stored.
         dtype: The dtype of the parameter, if the state is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
     kept_as: KeptAs
     storage: Storage
-    companion: Companion | None = None
+    factored: FactoredState | None = None
     dtype: torch.dtype | None = None
 
     def form(self, key: str, parameter: Storage, local: Tensor, precision: Precision) -> StateForm:
@@ -103,26 +103,26 @@ class StateLayout(NamedTuple):
         if self.kept_as == "count":
             return StateForm(key, self, (), torch.float32, device if device.type == "cuda" else torch.device("cpu"))
         shape = tuple(local.shape) if self.storage is parameter else local_shape(self.storage)
-        dtype = precision.state if self.companion is None else precision.carried
+        dtype = precision.state if self.factored is None else precision.carried
         if self.dtype is not None:
             dtype = master_for(self.dtype, precision.master) or self.dtype
         elif precision.int8 and self.kept_as == "momentum":
             dtype = torch.int8
-        if self.companion is None and precision.leaves(device):
+        if self.factored is None and precision.leaves(device):
             return StateForm(key, self, shape, dtype, torch.device("cpu"), pinned=torch.cuda.is_available())
         return StateForm(key, self, shape, dtype, device)
 
     @property
     def at_owner(self) -> bool:
         """Whether only the owner of a matrix keeps this state."""
-        return self.companion is not None and self.companion.at_owner
+        return self.factored is not None and self.factored.at_owner
 
     @property
     def side(self) -> str:
         """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
         if self.kept_as == "count":
             return "parameter"
-        return "element" if self.companion is None else self.companion.side
+        return "element" if self.factored is None else self.factored.side
 
     def local_of(self, name: str, value: object, *others: torch.dtype) -> Tensor:
         """Return the local part of a value that this state may have.

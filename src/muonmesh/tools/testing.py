@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.placing import placements_of
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
@@ -324,7 +324,7 @@ def _randn(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:
 
 def _agree(error: str) -> None:
     """Raise on every rank if there is an error on any."""
-    everyone = tell_all(error)
+    everyone = gather_objects(error)
     for rank, text in enumerate(everyone):
         if text:
             raise AssertionError(f"rank {rank}: {text}" if len(everyone) > 1 else text)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import FELT, INVARIANT, add_squares, norms_of, zeros_for
+from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, add_squares, norms_of, zeros_for
 from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.errors import explain_error
 from muonmesh.optimizer import Muon
@@ -32,8 +32,8 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if clip is None:
         return None
     if config.get("gradient_clipping"):
-        found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
-        raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
+        problem = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
+        raise ValueError(explain_error("clip", problem, "only one of them", "Remove gradient_clipping"))
     limits = Limits(**clip) if isinstance(clip, Mapping) else Limits(clip)
     limits.check()
     return limits
@@ -83,7 +83,7 @@ def measure(
         scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))
         squares = zeros_for((), device)
         planned = plan(muon.param_groups, muon._runtime)
-        error = add_squares(planned, muon.param_groups, source, {INVARIANT, FELT}, squares)
+        error = add_squares(planned, muon.param_groups, source, {SCALE_INVARIANT, SCALE_SENSITIVE}, squares)
         if error is not None:
             raise error
         sums += squares / (scale * scale)
@@ -91,4 +91,4 @@ def measure(
     means = None if limits.multiple is None else means_of(groups, sums.device)
     skip = limits.skips(sums, means=means)
     fresh = None if means is None else counted(means, torch.stack([*norms_of(sums).values()]))
-    return limits.told(sums, skip), limits.coefficients(sums, skip), fresh
+    return limits.grad_norms(sums, skip), limits.coefficients(sums, skip), fresh

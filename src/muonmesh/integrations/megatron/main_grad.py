@@ -33,8 +33,8 @@ class NormsOfMegatron(GradientSource):
 
     def norm_apart(self, parameter: Tensor) -> str | None:
         """Return the parameter's ``grad_norm_group``, such as "mtp" for multi-token prediction; None if it has none."""
-        found: str | None = stamp(self.whole(parameter), "grad_norm_group", None)
-        return found
+        name: str | None = stamp(self.whole(parameter), "grad_norm_group", None)
+        return name
 
     def whole(self, parameter: Tensor) -> Tensor:
         """Return the parameter of Megatron of which a tensor is a part, or the tensor itself."""
@@ -66,12 +66,12 @@ class MainGrad(NormsOfMegatron):
         Raises:
             LayoutError: the parameter has a ``grad`` and no ``main_grad``.
         """
-        held, low = self._intervals.get(parameter, (parameter, None))
-        gradient: Tensor | None = getattr(held, "main_grad", None)
-        if gradient is None and held.grad is not None:
-            where = f"a parameter of shape {tuple(held.shape)}"
+        whole, low = self._intervals.get(parameter, (parameter, None))
+        gradient: Tensor | None = getattr(whole, "main_grad", None)
+        if gradient is None and whole.grad is not None:
+            subject = f"a parameter of shape {tuple(whole.shape)}"
             write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
-            raise LayoutError(explain_error(where, "a gradient in grad and no main_grad", "one in main_grad", write))
+            raise LayoutError(explain_error(subject, "a gradient in grad and no main_grad", "one in main_grad", write))
         if gradient is None or low is None:
             return gradient
         return gradient.view(-1)[low : low + parameter.numel()].view(parameter.shape)
@@ -81,8 +81,8 @@ class MainGrad(NormsOfMegatron):
         if gradient is None:
             if self._zeroes and (whole := getattr(parameter, "main_grad", None)) is not None:
                 whole.zero_()
-        elif (held := self.gradient(parameter)) is not None and held.data_ptr() != gradient.data_ptr():
-            held.copy_(gradient)
+        elif (target := self.gradient(parameter)) is not None and target.data_ptr() != gradient.data_ptr():
+            target.copy_(gradient)
 
     def whole(self, parameter: Tensor) -> Tensor:
         """Return the parameter of which a tensor is an interval, or the tensor itself."""

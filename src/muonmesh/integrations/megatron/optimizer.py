@@ -19,7 +19,7 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
+from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
@@ -52,20 +52,20 @@ class ShardedMaster(Tensor):
     @staticmethod
     def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
         """Return ``master`` as a ShardedMaster, sharing its memory: the parameter's elements from ``low`` on."""
-        found = master.as_subclass(ShardedMaster)
-        found._parameter, found._low = parameter, low
-        return found
+        sharded = master.as_subclass(ShardedMaster)
+        sharded._parameter, sharded._low = parameter, low
+        return sharded
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """A new tensor of the parameter's shape: the shard, and zeros elsewhere. Its `copy_` writes only the shard."""
         shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
-        mine = slice(self._low, self._low + shard.numel())
-        whole.view(-1)[mine] = shard.view(-1)
+        interval = slice(self._low, self._low + shard.numel())
+        whole.view(-1)[interval] = shard.view(-1)
 
         def copy_(source: Tensor) -> Tensor:
             self.written = True
-            return shard.copy_(source.reshape(-1)[mine].view_as(shard))
+            return shard.copy_(source.reshape(-1)[interval].view_as(shard))
 
         whole.copy_ = copy_  # type: ignore[method-assign, assignment]
         return whole
@@ -133,7 +133,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         self._policy, self._skip_above = policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
-        self._one = torch.ones(1, dtype=torch.float32, device=self._device)
+        self._scale_of_one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._clips = True  # whether the policy clips a parameter of any rank; `meet` finds out
         self._first_holder: dict[str, int] = {}
         self.grad_scaler: Any = None
@@ -154,7 +154,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
         Args:
             everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
-                clipping counts it as AdamW's (FELT) or Muon's.
+                clipping counts it as AdamW's (SCALE_SENSITIVE) or Muon's.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
@@ -163,12 +163,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         limits = everyone[0][0]
         for rank, (other, groups) in enumerate(everyone):
             if other != limits:
-                found, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
+                problem, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
                 write = "Pass the same clip_grad and policy= everywhere"
-                raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
+                raise ValueError(explain_error("get_megatron_optimizer", problem, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
+        self._clips = limits.policy != "adamw_only" or any(
+            half == SCALE_SENSITIVE for _, pairs in everyone for _, half in pairs
+        )
 
         # For each set of ranks. Nothing has averaged gradients yet, and Megatron may not even have written them.
         settled(lambda: connect(self.optimizer.param_groups, self.runtime, gradients=False), kind=PlanError)
@@ -188,15 +190,15 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             return False
         gradients: list[Tensor] = []
         with suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
-            held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
-            gradients = [local_of(gradient) for gradient in held if gradient is not None and local_of(gradient).numel()]
+            read = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
+            gradients = [local_of(gradient) for gradient in read if gradient is not None and local_of(gradient).numel()]
         overflow = torch.zeros(1, dtype=torch.float32, device=self._device)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        found = bool(overflow)
-        self.grad_scaler.update(found)
-        return found
+        overflowed = bool(overflow)
+        self.grad_scaler.update(overflowed)
+        return overflowed
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -274,8 +276,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
         _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
         if not raises and bool(agreed.any("error")):
-            what = "Another rank found an error, so every rank stops. Read the message of that rank"
-            raise PlanError(about("step", what))
+            message = "Another rank found an error, so every rank stops. Read the message of that rank"
+            raise PlanError(about("step", message))
         return None
 
     def _settle(self) -> None:
@@ -297,9 +299,9 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             # Megatron's log of the parameters' norm reads main_param. For master weights on the CPU, it reads the
             # parameter instead.
             if master is not None and (clips or local_of(master).device == holding.tensor.device):
-                kept = local_of(master)
-                kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
-                holding.parameter.main_param = kept  # type: ignore[attr-defined]
+                published = local_of(master)
+                published = ShardedMaster.of(published, holding.parameter, holding.low) if clips else published
+                holding.parameter.main_param = published  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
         for chunk in self.model_chunks:
             if self._fsdp:
@@ -344,7 +346,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
     def get_loss_scale(self) -> Tensor:
         """Return the loss scale, a tensor of shape (1,)."""
-        scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
+        scale: Tensor = self._scale_of_one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def get_parameters(self) -> list[Tensor]:
@@ -359,8 +361,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             StateError: ``state_dict`` is not None. The optimizer's own state has the master weights.
         """
         if state_dict is not None:
-            found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
-            raise StateError(explain_error("reload_model_params", found, "None", write))
+            problem, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
+            raise StateError(explain_error("reload_model_params", problem, "None", write))
         self.optimizer.finish()
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
@@ -379,10 +381,10 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state and groups, to load on the same rank of a run with the same layout."""
         self._settle()
-        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Mapping[str, Any] | None = None
@@ -404,10 +406,10 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             raise StateError(explain_error("sharded_state_dict", "a model in Megatron-FSDP", needed, write))
         self._settle()
         saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
-        found = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
+        state = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
         if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     # ---------------------------------------------------------------- muonmesh.checkpoint
 
@@ -422,14 +424,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
                 or experts differently than the whole model.
         """
         named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
-        here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
+        model_names = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
         wholes = {holding.name for holding in self._holdings}
-        if self._stages > 1 or len(self.model_chunks) > 1 or here != wholes:
-            found = f"{self._stages} pipeline stages of {len(self.model_chunks)} chunks, or experts on several ranks, "
-            found += "which are numbered apart"
+        if self._stages > 1 or len(self.model_chunks) > 1 or model_names != wholes:
+            fault = f"{self._stages} pipeline stages of {len(self.model_chunks)} chunks, or experts on several ranks, "
+            fault += "which are numbered apart"
             needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
             write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
-            raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
+            raise StateError(explain_error("muonmesh.checkpoint of Megatron", fault, needed, write))
         return super().checkpoint_records()
 
     def checkpoint_restored(self) -> None:
@@ -449,9 +451,9 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """
         for name, parameter in model.named_parameters() if self._tensor_parallel > 1 else ():
             if not parameter.requires_grad and getattr(parameter, "tensor_model_parallel", False):
-                found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
+                fault, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
                 remedy = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
-                raise StateError(explain_error(name, found, needed, remedy))
+                raise StateError(explain_error(name, fault, needed, remedy))
         yield
 
     @torch.no_grad()
@@ -467,15 +469,15 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else {}
         groups = inner.get("param_groups", [{}])
         if not isinstance(groups, Mapping) and not all("algorithm" in group for group in groups):
-            found = "the state of another optimizer"
-            raise StateError(explain_error("load_state_dict", found, "that of this one", checkpoint.ANOTHERS))
+            problem = "the state of another optimizer"
+            raise StateError(explain_error("load_state_dict", problem, "that of this one", checkpoint.ANOTHERS))
         overrides = script_argument("override_opt_param_scheduler")
-        kept = [{key: group[key] for key in SCHEDULED if key in group} for group in self.param_groups]
+        schedules = [{key: group[key] for key in SCHEDULED if key in group} for group in self.param_groups]
         if "optimizer" in state_dict:
             self.optimizer.load_state_dict(inner)
         else:
             checkpoint.restore(self.optimizer, state_dict)
-        for group, before in zip(self.param_groups, kept, strict=True) if overrides else ():
+        for group, before in zip(self.param_groups, schedules, strict=True) if overrides else ():
             for key in SCHEDULED:
                 group.pop(key, None)
             group.update(before)

@@ -74,9 +74,9 @@ def refuse_state(settings: Mapping[str, Any], *, qk_clip: bool) -> None:
     the blocks of a shard and are no part of a global tensor, so a checkpoint would lack them.
     """
     if settings.get("state_device") is not None and qk_clip and script_argument("log_params_norm"):
-        found, needed = f"{settings['state_device']!r} with qk_clip=True and --log-params-norm", "only two of the three"
+        fault, needed = f"{settings['state_device']!r} with qk_clip=True and --log-params-norm", "only two of the three"
         write = "Remove --log-params-norm: Megatron would read master weights in CPU memory with a kernel of the GPU"
-        raise ValueError(explain_error("muon={'state_device': ...} of Megatron", found, needed, write))
+        raise ValueError(explain_error("muon={'state_device': ...} of Megatron", fault, needed, write))
     if settings.get("state_dtype") == "int8":
         needed, write = "a floating-point dtype, which its checkpoints can hold", "Write 'state_dtype': torch.bfloat16"
         raise ValueError(explain_error("muon={'state_dtype': ...} of Megatron", "'int8'", needed, write))
@@ -101,8 +101,8 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     for chunk in chunks:
         fsdp = is_fsdp(chunk)
         if not fsdp and not isinstance(chunk, DistributedDataParallel):  # such as TorchFullyShardedDataParallel
-            found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
-            raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
+            problem, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
+            raise ValueError(explain_error("model_chunks", problem, "a chunk with main_grad", write))
         flat = (config.use_distributed_optimizer,), "Set it as in OptimizerConfig"
         wrapper = (fsdp,), "Wrap the chunk in megatron.core.distributed.FullyShardedDataParallel, or remove it"
         ddp: Refusals = {**_DDP, "use_distributed_optimizer": flat, "use_megatron_fsdp": wrapper}
@@ -111,9 +111,9 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
         model: Refusals = {**_MODEL, **(_FSDP if fsdp else {})}
         refuse_settings("TransformerConfig", partial(_field, chunk.config), model)
         if fsdp and not all(isinstance(parameter, DTensor) for parameter in chunk.parameters()):
-            found, needed = "whole parameters that a forward pass has gathered", "those that Megatron-FSDP shards"
+            problem, needed = "whole parameters that a forward pass has gathered", "those that Megatron-FSDP shards"
             write = "Make the optimizer before the first forward pass"
-            raise ValueError(explain_error("model_chunks", found, needed, write))
+            raise ValueError(explain_error("model_chunks", problem, needed, write))
 
 
 def is_fsdp(chunk: Any) -> bool:
@@ -160,7 +160,7 @@ def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
     tensor, expert = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
     experts = [parameter for name, parameter in chunk.named_parameters() if ".experts." in name]
     if expert not in (None, tensor) and any(getattr(parameter, "allreduce", True) for parameter in experts):
-        found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
-        found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
+        problem = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
+        problem += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
         write = f"Set expert_model_parallel_size above 1, or expert_tensor_parallel_size={tensor}"
-        raise ValueError(explain_error("TransformerConfig", found, "sizes for which it averages them", write))
+        raise ValueError(explain_error("TransformerConfig", problem, "sizes for which it averages them", write))

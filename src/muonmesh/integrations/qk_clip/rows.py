@@ -68,11 +68,11 @@ class Attention:
     queries: tuple[nn.Module, str]
 
 
-def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
+def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
     """Return the attention modules of a model in its order, without linear attention.
 
-    ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut. Where it
-    and the class of the module show no cut, that of ``stepped`` counts: an optimizer's splits by name.
+    ``forward_facts`` are what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut.
+    Where they and the class of the module show no cut, that of ``stepped`` counts: an optimizer's splits by name.
 
     To multiply the logits of a head by γ, its queries and keys are multiplied by √γ each. If several heads of queries
     share a head of keys, the queries are multiplied by γ and the keys stay, so that no other head changes. In latent
@@ -83,7 +83,7 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         ValueError: the model has no known attention module; or the logits of a module do not depend on the size of its
             weights.
     """
-    found: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
+    projections: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
     for site in parameter_sites(model):
         attribute, owner = _place_of(site)
@@ -92,13 +92,13 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
-            form = role(site, {}, seen.get(id(site.parameter))).matrices
+            form = role(site, {}, forward_facts.get(id(site.parameter))).matrices
             uncut = form in ("whole", ("transposed", "whole"))
             forms[site.module] = stepped.get(site.name, form) if uncut and len(_named(attribute)) > 1 else form
         if site.key.endswith("weight") or site.key.endswith("bias"):
-            found.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
+            projections.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
     result = []
-    for owner, entries in found.items():
+    for owner, entries in projections.items():
         first = entries[0][0]
         if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
             _refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
@@ -108,8 +108,8 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         if heads is None:
             _refuse_heads(first, owner, "q", None, None, first.shape[0])
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
-        held = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
-        result.append(Attention(name, owner, heads, rows, (held.module, held.key)))
+        query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
+        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key)))
     if not result:
         found_none = "no attention module whose queries and keys are known"
         needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
@@ -125,16 +125,16 @@ def without_softmax(model: nn.Module) -> list[str]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is linear attention or a state space, by `layer_type` of `transformers` or its class."""
-    said = getattr(module, "layer_type", None) == "linear_attention"
-    return said or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
+    states_linear = getattr(module, "layer_type", None) == "linear_attention"
+    return states_linear or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
 
 
 def _refuse_norms(name: str, owner: nn.Module) -> None:
     for key, child in owner._modules.items():
         if child is not None and not isinstance(child, nn.Identity) and _NORM.fullmatch(key):
-            found = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
+            fault = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
             needed = "attention whose logits grow with its weights"
-            raise ValueError(explain_error(name, found, needed, "Leave QKClip out: the norm already bounds the logits"))
+            raise ValueError(explain_error(name, fault, needed, "Leave QKClip out: the norm already bounds the logits"))
 
 
 def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[LogitRows]:
@@ -188,9 +188,9 @@ def _heads_in(
     length = site.shape[dim]
     matrices = split_matrices(site.name, site.shape if len(site.shape) == 2 else (length, 1), form)
     if len(matrices) != len(named):
-        found = f"{', '.join(named)} in one weight, split as {form!r}"
+        problem = f"{', '.join(named)} in one weight, split as {form!r}"
         needed, write = "the rows of each, in which heads are counted", "Write example=(inputs,), which shows them"
-        raise ValueError(explain_error(site.name, found, needed, write))
+        raise ValueError(explain_error(site.name, problem, needed, write))
     for part, matrix in zip(named, matrices, strict=True):
         runs = [block.region for block in matrix.blocks] if part != "v" else []
         number = 0
@@ -214,8 +214,9 @@ def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
     queries = queries or _said_by(owner, "num_attention_heads_per_partition")  # heads of a shard, or all heads
     grouped = _said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
-    own = ("q_head_dim",) if part == "q" else ()  # Megatron's latent attention, whose qk_head_dim lacks the rotary part
-    size = _said_by(owner, *own, *names)
+    # Megatron's latent attention, whose qk_head_dim lacks the rotary part.
+    query_names = ("q_head_dim",) if part == "q" else ()
+    size = _said_by(owner, *query_names, *names)
     if size is None and queries is not None and (width := _said_by(owner, "embed_dim", "hidden_size")) is not None:
         size = width // queries if width % queries == 0 else None
     return queries if part == "q" else grouped or queries, size
@@ -225,9 +226,9 @@ def _said_by(owner: nn.Module, *names: str) -> int | None:
     """Return the first positive integer under these attribute names, of a module and then of its config; else None."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
-            found = getattr(holder, name, None)
-            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                return found
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
     return None
 
 
@@ -236,7 +237,7 @@ def _refuse_heads(
 ) -> NoReturn:
     """Raise the ValueError that a projection does not consist of whole heads, by the attributes of its module."""
     of = "an unknown number" if count is None else f"{count}"
-    each = "of unknown size" if size is None else f"of {size}"
-    found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
+    size_text = "of unknown size" if size is None else f"of {size}"
+    problem = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {size_text}"
     write = "Correct the head counts that the module states, or leave QKClip out"
-    raise ValueError(explain_error(site.name, found, "whole heads only", write))
+    raise ValueError(explain_error(site.name, problem, "whole heads only", write))

@@ -66,7 +66,7 @@ def _address(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
 
 
 def _matrix(batch: Tensor, shape: tuple[int, ...], *, transposed: bool = False) -> _Matrix:
-    """Return where the matrices (count, rows, cols) of a batch lie, or their transposes: rows may be apart."""
+    """Return address and strides of matrices (count, rows, cols), or of their transposes; rows may be apart."""
     step, ld, along = batch.mT.stride() if transposed else batch.stride()
     adjacent = along == 1 or shape[1 if transposed else 2] == 1
     _require(batch.dtype == torch.bfloat16 and batch.device.type == "cpu" and batch.shape == shape and adjacent, batch)
@@ -152,7 +152,8 @@ def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = 
 
 
 def _for_each(number: Number, count: int) -> list[float]:
-    return number.flatten().tolist() if isinstance(number, Tensor) else [number] * count  # on a CPU that waits not
+    """Return a number for each matrix. On a CPU reading a tensor does not wait."""
+    return number.flatten().tolist() if isinstance(number, Tensor) else [number] * count
 
 
 def _multiply(
@@ -166,7 +167,7 @@ def _multiply(
     symmetric: bool = True,
     low: Operand = None,
 ) -> Tensor:
-    """Multiply as `Matmuls.multiply` and `Exact` say, by the compiled product; rows of a matrix may be apart."""
+    """Do `Matmuls.multiply`, with ``low`` as in `Exact`; rows of a matrix may be apart."""
     count, rows, depth = a.shape
     cols = out.shape[2]
     shape = count, rows, cols
@@ -226,7 +227,7 @@ def _store(x: Tensor, out: Tensor) -> None:
         library().transpose(*x.shape, _address(x), _address(out))
 
 
-@cache
+@cache  # since the coefficients are the same in every step
 def _in_memory(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(numbers))(*numbers)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
@@ -235,7 +235,7 @@ class _Watch:
     def report(self) -> Audit:
         """Step, and return the report. All ranks call it."""
         facts: dict[str, _WeightFacts] = {}
-        for facts_of_rank in tell_all(self.facts):
+        for facts_of_rank in gather_objects(self.facts):
             for name, weight in facts_of_rank.items():
                 same = name not in facts or facts[name].shape == weight.shape
                 facts[name] = facts.get(name, weight) if same else replace(weight, shape=None)
@@ -309,7 +309,7 @@ class _Watch:
 
 def _summed(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of numbers over all ranks, by name. All ranks call it."""
-    everyone = tell_all(numbers)
+    everyone = gather_objects(numbers)
     return {name: sum(of_rank.get(name, 0.0) for of_rank in everyone) for of_rank in everyone for name in of_rank}
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.record import boxes_of
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.tools.local_part import local_part
 
 RANK = 64
@@ -137,4 +137,4 @@ def step_all(optimizers: Iterable[Any]) -> str:
                 optimizer.step()
     except Exception as error:  # training would raise the same error
         raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return next((message for message in tell_all(raised) if message), "")
+    return next((message for message in gather_objects(raised) if message), "")

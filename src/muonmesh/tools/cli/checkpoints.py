@@ -20,7 +20,7 @@ from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at,
 from muonmesh.checkpoint.manifest import read_manifest
 from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.save_load import checkpointed
-from muonmesh.comm.telling import agreed
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
 from muonmesh.step.state_layout import wrong_numbers
@@ -105,7 +105,7 @@ class Checkpoints:
                 note(f"{path}: found files missing or cut off; goes on from step {newest}")
             return newest
 
-        self.newest = agreed(look, kind=FileError)[0]
+        self.newest = results_of_all_ranks(look, kind=FileError)[0]
         return self.newest
 
     def save(self, step: int, model: nn.Module, optimizer: Muon) -> None:

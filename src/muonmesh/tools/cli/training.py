@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import muonmesh as mm
 from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import write_text
 from muonmesh.numerics.normalize import sums_of_squares
@@ -397,7 +397,7 @@ def insist_on_the_same(run: Path, own_values: Mapping[str, Any]) -> None:
     Raises:
         FileError: on every rank: values differ; the message names the first.
     """
-    everyone = tell_all(own_values)
+    everyone = gather_objects(own_values)
     if (clash := first_difference(everyone)) is not None:
         values = ", ".join(repr(other.get(clash[0])) for other in everyone)
         raise FileError(f"{run}: the ranks were given different {clash[0]}: {values}; needed the same on each of them")

@@ -18,10 +18,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Counts
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.to_owners import ToOwners
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
     Budget,
@@ -34,7 +34,7 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.companion import size_of
+from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
@@ -201,7 +201,7 @@ def forecast(
     }
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
-    places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    places = source.momentum_storages([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
     chosen = _rule(rule)
     parameters = [
         muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen) for w, p in zip(matrices, places, strict=True)
@@ -255,7 +255,7 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    at_once = lambda number, _: plan.at_once(number, _squares(plan, number))  # noqa: E731
+    at_once = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
     for batch in (batch for numbers in buckets for batch in plan.batches(numbers, at_once, _joins)):
         shapes = plan.shapes(batch)
         _, *shape = shapes[0]
@@ -338,7 +338,7 @@ def muon_parameter(
     meta = torch.empty(0, dtype=torch.float32, device="meta")
     stored, state_stored = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
     (layouts,) = state_layouts_of(rule.keeps(), [OptimizedParameter(name, meta, stored, state_stored, spec)])
-    beside = tuple(state.companion for state in layouts.values() if state.companion is not None)
+    beside = tuple(state.factored for state in layouts.values() if state.factored is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
@@ -371,7 +371,7 @@ def _state_elements(rule: Rule, plan: Plan, rank: int) -> int:
     for parameter in plan.parameters:
         places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
         elements += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
-        beside = (companion.layout for companion in parameter.companions if not companion.at_owner)
+        beside = (factored.layout for factored in parameter.factored_states if not factored.at_owner)
         elements += sum(math.prod(layout.local_shape(rank)) for layout in beside)
     owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
     at_owner = [kind for kind in kinds if "×" in kind]

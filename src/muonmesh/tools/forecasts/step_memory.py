@@ -37,7 +37,7 @@ def step_memory(
         else:  # results of the previous bucket have arrived after the first portion
             peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
         peak = max(peak, elements + coming + _passed_on(under_way, results))
-        under_way = [(passage.sends, passage.receives) for passage in stage.back] or [(0, 0)]
+        under_way = [(packed.sends, packed.receives) for packed in stage.back] or [(0, 0)]
         peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
         if not stage.fits:  # all exchanges but the last one are over before the next bucket is computed
             peak = max(peak, _passed_on(under_way, elements) + coming)
@@ -49,7 +49,7 @@ def step_memory(
 
 def _gathering(stage: Stage) -> int:
     """Return the elements of the buffers to send, receive and assemble a bucket; 0 if nothing is gathered."""
-    return stage.passage.sends + stage.passage.receives + stage.numel if stage.gathers else 0
+    return stage.to_owners.sends + stage.to_owners.receives + stage.numel if stage.gathers else 0
 
 
 def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
@@ -75,7 +75,7 @@ def _computing(
 ) -> int:
     """Return the most elements in use at once by a batch: its squares, and ``beside`` times its matrices."""
     most = 0
-    for batch in plan.batches(numbers, lambda number, _: plan.at_once(number, squares(number)), joins):
+    for batch in plan.batches(numbers, lambda number, _: plan.batch_size(number, squares(number)), joins):
         shapes = [(squares(number), plan.assignments[number].matrix.shape) for number in batch]
         most = max(most, sum(count * rows * rows + beside * rows * cols for count, (rows, cols) in shapes))
     return most

@@ -1,4 +1,4 @@
-"""StoredCompanions: state of rules by row, column or matrix. RuleSums: sums of rules over whole matrices."""
+"""StoredFactored: state of rules by row, column or matrix. RuleSums: sums of rules over whole matrices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from muonmesh.comm.step_callbacks import FactoredCallbacks, SumCallbacks
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import CompanionState, Summands
 from muonmesh.layout import Piece
-from muonmesh.layout.companion import size_of
+from muonmesh.layout.factored_state import size_of
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.exact import largest_exponent, limbs_of
 from muonmesh.numerics.rules import parts
@@ -24,19 +24,19 @@ from muonmesh.step.parameters import ReadyParameters
 
 
 @dataclass
-class StoredCompanions(CompanionState):
-    """The companions (numbers by row, column or matrix) of one step: where `CompanionExchange` reads and writes them.
+class StoredFactored(FactoredCallbacks):
+    """The factored states of one step (numbers by row, column or matrix), which `FactoredExchange` reads and writes.
 
     Attributes:
         ready: The parameters of the step.
-        owned: The companions of the matrices that this rank owns, by assignment and key.
+        owned: The factored states of the matrices that this rank owns, by assignment and key.
     """
 
     ready: ReadyParameters
     owned: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def read(self, assignment: int, key: str, piece: Piece, into: Tensor) -> None:
-        """Write a matrix's companion (this rank's piece) into ``into``; zeros if there is no state here."""
+        """Write a matrix's factored state (this rank's piece) into ``into``; zeros if there is no state here."""
         entry = self.ready.of(assignment).entry
         if entry.created:
             into.copy_(view_in_storage(local_of(entry.state[key]), piece))
@@ -44,43 +44,43 @@ class StoredCompanions(CompanionState):
             into.zero_()
 
     def take(self, received: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Keep the received companions of the matrices that this rank owns, by assignment and key."""
+        """Keep the received factored states of the matrices that this rank owns, by assignment and key."""
         self.owned = received
 
     @contextmanager
     def of(self, matrix_step: MatrixStep) -> Iterator[dict[str, Tensor]]:
-        """Yield the companions of a matrix that this rank owns, by key; a part of its rule writes them in place.
+        """Yield the factored states of a matrix that this rank owns, by key; a part of its rule writes them in place.
 
         If the gradient is zero, the state must not change. This method then restores state that lives at the owner, and
         `write` skips state that travels.
         """
         matrix, flag, entry = matrix_step.matrix, matrix_step.nonzero, matrix_step.entry
-        companions, at_owner = {}, dict[str, Tensor]()
+        factored_states, at_owner = {}, dict[str, Tensor]()
         for key, state_layout in entry.member.state_layouts.items():
-            if state_layout.companion is None:
+            if state_layout.factored is None:
                 continue
             size = (1, *size_of(state_layout.kept_as, matrix.rows, matrix.cols))
-            if not state_layout.companion.at_owner:
-                companions[key] = self.owned[matrix_step.number][key].view(size)
+            if not state_layout.factored.at_owner:
+                factored_states[key] = self.owned[matrix_step.number][key].view(size)
             elif entry.created:
-                start = state_layout.companion.starts[matrix.index]
+                start = state_layout.factored.starts[matrix.index]
                 view = entry.state[key][start : start + math.prod(size)].view(size)
                 # The bits of products depend on the address modulo 64 bytes, which depends on other owned matrices.
                 if flag is True and view.data_ptr() % 64 == 0:
-                    companions[key] = view
+                    factored_states[key] = view
                 else:
-                    at_owner[key], companions[key] = view, view.clone()
+                    at_owner[key], factored_states[key] = view, view.clone()
             else:
-                companions[key] = torch.zeros(size, dtype=self.ready.precision.carried, device=self.ready.device)
-        yield companions
+                factored_states[key] = torch.zeros(size, dtype=self.ready.precision.carried, device=self.ready.device)
+        yield factored_states
         for key, stored in at_owner.items():
             if isinstance(flag, Tensor):
-                stored.copy_(torch.where(flag, companions[key], stored))
+                stored.copy_(torch.where(flag, factored_states[key], stored))
             elif flag:
-                stored.copy_(companions[key])
+                stored.copy_(factored_states[key])
 
     def write(self, assignment: int, key: str, piece: Piece, numbers: Tensor) -> None:
-        """Write back a piece of the companion that its rule has changed, unless the matrix stays unchanged."""
+        """Write back a piece of the factored state that its rule has changed, unless the matrix stays unchanged."""
         matrix_step = self.ready.of(assignment)
         if not matrix_step.changes:
             return
@@ -89,17 +89,17 @@ class StoredCompanions(CompanionState):
 
 
 @dataclass
-class RuleSums(Summands):
+class RuleSums(SumCallbacks):
     """The sums over whole matrices in one step, for the rules that need them.
 
     Attributes:
         ready: The parameters of the step.
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool tensor.
     """
 
     ready: ReadyParameters
-    companions: StoredCompanions
+    factored_states: StoredFactored
     unsuited: dict[int, Tensor] = field(default_factory=dict)
     # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
     _sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
@@ -133,20 +133,20 @@ class RuleSums(Summands):
 
     def tell(self, assignment: int, into: Tensor) -> None:
         """Write the state that a rule keeps as one number for a matrix, if this rank owns the matrix."""
-        companions = self.companions.owned.get(assignment, {})
-        for key, number in zip(self.ready.plan.told(assignment), into.unbind(), strict=True):
-            if key in companions:
-                number.copy_(companions[key].view(()))
+        factored_states = self.factored_states.owned.get(assignment, {})
+        for key, number in zip(self.ready.plan.keys_with_sums(assignment), into.unbind(), strict=True):
+            if key in factored_states:
+                number.copy_(factored_states[key].view(()))
 
     def take(self, assignment: int, sums: Tensor, numbers: Tensor) -> None:
         """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
-        keys, values = self.ready.plan.told(assignment), sums.unbind()
+        keys, values = self.ready.plan.keys_with_sums(assignment), sums.unbind()
         self._sums[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
         if (matrix_step := self.ready.find(assignment)) is None:
             return
-        rule, companions = matrix_step.kind.rule, self.companions.owned.get(assignment, {})
-        if all(key in companions for key in keys):
-            rule.keep({key: companions[key].view(()) for key in keys}, values)
+        rule, factored_states = matrix_step.kind.rule, self.factored_states.owned.get(assignment, {})
+        if all(key in factored_states for key in keys):
+            rule.keep({key: factored_states[key].view(()) for key in keys}, values)
         unsuited, flag = rule.unsuited(values), matrix_step.nonzero
         if unsuited is not None and flag is not False:  # an unchanged matrix has no sums
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

@@ -26,8 +26,8 @@ from tests.support import problem
 from tests.support.meshes import mesh_of
 
 COVERS = (
-    "comm.copies.find_copies",
-    "comm.copies.insist_on_averages",
+    "comm.undeclared_replicas.find_copies",
+    "comm.undeclared_replicas.insist_on_averages",
 )
 
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
