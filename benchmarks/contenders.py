@@ -64,17 +64,17 @@ class Entries:
         Raises:
             ValueError: an unknown name, an unreadable variant, or a path that does not hold the peer.
         """
-        found: list[Contender] = []
+        contenders: list[Contender] = []
         for name in self.names:
             if name not in _OWN:
                 raise ValueError(f"--contenders: found {name!r}; needed some of {', '.join(_OWN)}")
-            found += _OWN[name]
-        found += [_variant(text) for text in self.variants]
+            contenders += _OWN[name]
+        contenders += [_variant(text) for text in self.variants]
         for name, path in self.peers.items():
             if name not in _PEERS:
                 raise ValueError(f"--peer: found {name!r}; needed one of {', '.join(_PEERS)}. Write NAME=PATH")
-            found += _PEERS[name](Path(path))
-        return found
+            contenders += _PEERS[name](Path(path))
+        return contenders
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +91,12 @@ def entries(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Entr
     """Who was asked to take part; leaves with a message if that makes no sense."""
     pairs = (item.partition("=") for item in chosen.peer)
     peers = {name: str(Path(path).resolve()) for name, _, path in pairs}
-    found = Entries(tuple(chosen.contenders), tuple(chosen.ours), peers)
+    chosen_entries = Entries(tuple(chosen.contenders), tuple(chosen.ours), peers)
     try:
-        found.contenders()
+        chosen_entries.contenders()
     except ValueError as error:
         parser.error(str(error))
-    return found
+    return chosen_entries
 
 
 def _positive(text: str) -> int:
@@ -106,7 +106,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def ours(settings: Mapping[str, Any]) -> Build:
+def muonmesh_with(settings: Mapping[str, Any]) -> Build:
     """muonmesh.Muon with the given settings on top of its defaults."""
 
     def build(parameters: Parameters, layout: Layout) -> Optimizer:
@@ -147,7 +147,7 @@ def _adamw(*, fused: bool) -> Build:
 
 
 _OWN = {
-    "ours": [Contender(OURS, True, ours({}))],
+    "ours": [Contender(OURS, True, muonmesh_with({}))],
     "torch": [Contender(TORCH, True, torch_muon)],
     "adamw": [
         Contender("AdamW fused", False, _adamw(fused=True)),
@@ -168,7 +168,7 @@ def _variant(text: str) -> Contender:
                 "Write for example fp32:compute_dtype=float32,ns_method=standard"
             )
         settings[key] = getattr(torch, value) if key.endswith("_dtype") else _literal(value)
-    return Contender(f"{OURS} {label}", True, ours(settings))
+    return Contender(f"{OURS} {label}", True, muonmesh_with(settings))
 
 
 def _literal(text: str) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 def contest(
-    asked: Sequence[Contender],
+    contenders: Sequence[Contender],
     workload: Workload,
     layout: Layout,
     timed_step: Callable[[Optimizer], float],
@@ -35,7 +35,7 @@ def contest(
     """
     problems: dict[str, str] = {}
     optimizers: dict[str, Optimizer] = {}
-    for contender in asked:
+    for contender in contenders:
         if layout.kind not in contender.layouts:
             problems[contender.name] = "does not support this layout"
             continue
@@ -60,7 +60,7 @@ def contest(
         judged(contender, optimizers[contender.name], times[contender.name], workload)
         if contender.name in optimizers
         else Result(contender.name, problem=problems[contender.name])
-        for contender in asked
+        for contender in contenders
     ]
 
 

@@ -71,52 +71,56 @@ class Contender:
     Attributes:
         name: In the table.
         coefficients: Of its rule; empty for SGD, which has none.
-        ours: Settings of muonmesh on top of those that make its rule DeepSpeed's; None for DeepSpeed's optimizers.
-        theirs: DeepSpeed's "optimizer" section.
+        settings: Settings of muonmesh on top of those that make its rule DeepSpeed's; None for DeepSpeed's optimizers.
+        engine_optimizer: DeepSpeed's "optimizer" section.
     """
 
     name: str
     coefficients: str
-    ours: dict[str, Any] | None = None
-    theirs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] | None = None
+    engine_optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
         """What it orthogonalizes in; DeepSpeed decides by what its accelerator says."""
         if not self.coefficients:
             return ""
-        if self.ours is not None:
-            dtype = self.ours.get("compute_dtype", torch.bfloat16)
+        if self.settings is not None:
+            dtype = self.settings.get("compute_dtype", torch.bfloat16)
         else:
             muon = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-            dtype = muon.ns_compute_dtype(self.theirs["params"]["ns_method"])
+            dtype = muon.ns_compute_dtype(self.engine_optimizer["params"]["ns_method"])
         return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
     def engine(self, model: nn.Module, config: dict[str, Any]) -> Any:
         """Make its engine."""
-        if self.ours is not None:
+        if self.settings is not None:
             from muonmesh.integrations.deepspeed import initialize
 
-            settings = {**OUR_SETTINGS, "overrides": {"weight": "muon"}, **self.ours}
+            settings = {**OUR_SETTINGS, "overrides": {"weight": "muon"}, **self.settings}
             return initialize(model=model, config=config, optimizer=settings)[0]
         import deepspeed
 
-        config = {**config, "optimizer": self.theirs, "zero_allow_untested_optimizer": True}
+        config = {**config, "optimizer": self.engine_optimizer, "zero_allow_untested_optimizer": True}
         return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 
 
 def _deepspeed_muon(method: str) -> Contender:
     settings = {"lr": LEARNING_RATE, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "ns_method": method}
-    return Contender(f"DeepSpeed {method}", "simple", theirs={"type": "Muon", "params": settings})
+    return Contender(f"DeepSpeed {method}", "simple", engine_optimizer={"type": "Muon", "params": settings})
 
 
-SGD = Contender("SGD", "", theirs={"type": "SGD", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}})
+SGD = Contender(
+    "SGD", "", engine_optimizer={"type": "SGD", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}}
+)
 ASKED = {
     "gram": _deepspeed_muon("gram"),
     "standard": _deepspeed_muon("standard"),
-    "fp32": Contender(f"{OURS} fp32", "simple", ours={"compute_dtype": torch.float32}),
-    "fp32_gram": Contender(f"{OURS} fp32 gram", "simple", ours={"compute_dtype": torch.float32, "ns_method": "gram"}),
-    "polar_express": Contender(f"{OURS} polar", "polar_express", ours={"ns_coefficients": "polar_express"}),
+    "fp32": Contender(f"{OURS} fp32", "simple", settings={"compute_dtype": torch.float32}),
+    "fp32_gram": Contender(
+        f"{OURS} fp32 gram", "simple", settings={"compute_dtype": torch.float32, "ns_method": "gram"}
+    ),
+    "polar_express": Contender(f"{OURS} polar", "polar_express", settings={"ns_coefficients": "polar_express"}),
 }
 
 
@@ -181,7 +185,7 @@ def exact_updates(shapes: Sequence[Shape], coefficients: Sequence[str], steps: i
     from muonmesh.numerics.coefficients import coefficient_schedule
 
     noise = Noise(max(map(math.prod, shapes)))
-    found: dict[str, list[Tensor]] = {name: [] for name in coefficients}
+    updates: dict[str, list[Tensor]] = {name: [] for name in coefficients}
     for index, shape in enumerate(shapes):
         momentum = torch.zeros(shape, dtype=torch.float64)
         for number in range(steps):
@@ -201,8 +205,8 @@ def exact_updates(shapes: Sequence[Shape], coefficients: Sequence[str], steps: i
                 weight_decay=WEIGHT_DECAY,
                 scale_mode="original",
             )
-            found[name].append(-moved)
-    return found
+            updates[name].append(-moved)
+    return updates
 
 
 # ---------------------------------------------------------------- what is measured
@@ -263,41 +267,41 @@ class Sent(TorchDispatchMode):
         if func.namespace == "_c10d_functional":
             raise NotImplementedError(f"{func}: its operator of c10d would not be counted")
         if func.namespace == "c10d":
-            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
-            self.bytes += self._share(func.overloadpacket.__name__, given)
+            arguments = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            self.bytes += self._share(func.overloadpacket.__name__, arguments)
         return func(*args, **(kwargs or {}))
 
-    def _share(self, name: str, given: dict[str, Any]) -> float:
+    def _share(self, name: str, arguments: dict[str, Any]) -> float:
         """What this rank adds to the sum over the ranks."""
-        group = dist.ProcessGroup.unbox(given["process_group"])
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
         others, n = group.size() - 1, group.size()
         match name:
             case "allreduce_" | "allreduce_coalesced_":
-                return 2 * others / n * _bytes(given["tensors"])
+                return 2 * others / n * _bytes(arguments["tensors"])
             case "reduce_" | "broadcast_":
-                return others / n * _bytes(given["tensors"])
+                return others / n * _bytes(arguments["tensors"])
             case "allgather_" | "gather_":
-                return (others if name == "allgather_" else others / n) * _bytes(given["input_tensors"])
+                return (others if name == "allgather_" else others / n) * _bytes(arguments["input_tensors"])
             case "allgather_coalesced_":
-                return others * _bytes(given["input_list"])
+                return others * _bytes(arguments["input_list"])
             case "_allgather_base_":
-                return others * _bytes(given["input_tensor"])
+                return others * _bytes(arguments["input_tensor"])
             case "allgather_into_tensor_coalesced_":
-                return others * _bytes(given["inputs"])
+                return others * _bytes(arguments["inputs"])
             case "_reduce_scatter_base_":
-                return others / n * _bytes(given["input_tensor"])
+                return others / n * _bytes(arguments["input_tensor"])
             case "reduce_scatter_":
-                return others / n * _bytes(given["input_tensors"])
+                return others / n * _bytes(arguments["input_tensors"])
             case "reduce_scatter_tensor_coalesced_":
-                return others / n * _bytes(given["inputs"])
+                return others / n * _bytes(arguments["inputs"])
             case "alltoall_":
-                return _bytes([t for rank, t in enumerate(given["input_tensors"]) if rank != group.rank()])
+                return _bytes([t for rank, t in enumerate(arguments["input_tensors"]) if rank != group.rank()])
             case "alltoall_base_":
-                whole, splits = _bytes(given["input"]), given["input_split_sizes"]
-                kept = splits[group.rank()] / (sum(splits) or 1) if splits else 1 / n
-                return whole * (1 - kept)
+                whole, splits = _bytes(arguments["input"]), arguments["input_split_sizes"]
+                share = splits[group.rank()] / (sum(splits) or 1) if splits else 1 / n
+                return whole * (1 - share)
             case "send":
-                return _bytes(given["tensors"])
+                return _bytes(arguments["tensors"])
             case "recv_" | "recv_any_source_" | "barrier" | "monitored_barrier_":
                 return 0
         raise NotImplementedError(f"c10d::{name}: nothing is known of what it sends")
@@ -339,11 +343,11 @@ class Arena:
         """How far one update is from the exact one, matrix by matrix."""
         before = weights(engine)
         self.timed(engine, number)
-        found = []
+        distances = []
         for old, new, needed in zip(before, weights(engine), exact, strict=True):
             update = old.double() * (1 - LEARNING_RATE * WEIGHT_DECAY) - new.double()
-            found.append(float((update - needed).norm() / needed.norm()))
-        return found
+            distances.append(float((update - needed).norm() / needed.norm()))
+        return distances
 
     def sent(self, engine: Any, number: int) -> int:
         """Bytes of one backward and step."""
@@ -362,8 +366,8 @@ class Arena:
         """
         # The profiler misses what a thread of gloo happens to be the last to let go; that only ever adds.
         repeats = [self._memory_once(contender) for _ in range(3)]
-        kept, peak = (_over_ranks(min(some), dist.ReduceOp.MAX) for some in zip(*repeats, strict=True))
-        return round(kept), round(peak)
+        lasting, peak = (_over_ranks(min(samples), dist.ReduceOp.MAX) for samples in zip(*repeats, strict=True))
+        return round(lasting), round(peak)
 
     def _memory_once(self, contender: Contender) -> tuple[int, int]:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -382,28 +386,28 @@ class Arena:
         marks = {event.name: (event.start_time_ns, event.end_time_ns) for event in events}
         begin, end = marks[f"{MEASURED} 1"]
         alive: dict[int, int] = {}
-        now = kept = peak = 0
+        allocated = lasting = peak = 0
         for event in events:
             if event.name != "[memory]":
                 continue
             change = event.extra_fields
-            now -= alive.pop(change.ptr, 0)  # nothing, if it is older than this engine
+            allocated -= alive.pop(change.ptr, 0)  # nothing, if it is older than this engine
             if change.alloc_size > 0:
                 alive[change.ptr] = change.alloc_size
-                now += change.alloc_size
+                allocated += change.alloc_size
             if event.start_time_ns <= marks[SETTLED][0]:
-                kept = now
+                lasting = allocated
             if begin <= event.start_time_ns <= end:
-                peak = max(peak, now)
-        return kept, peak
+                peak = max(peak, allocated)
+        return lasting, peak
 
 
 def _events(profiler: profile) -> Iterator[Any]:
     """Yield everything that a profiler has recorded, allocations with their addresses."""
-    some = list(profiler.profiler.kineto_results.experimental_event_tree())
-    while some:
-        event = some.pop()
-        some += event.children
+    events = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
         yield event
 
 
@@ -419,14 +423,14 @@ def weights(engine: Any) -> list[Tensor]:
 
     masters = {}
     if hasattr(engine.optimizer, "fp32_groups"):  # stage 0 in bf16
-        for some, others in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
-            masters |= {id(parameter): master for parameter, master in zip(some, others, strict=True)}
-    found = []
+        for halves, others in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+            masters |= {id(parameter): master for parameter, master in zip(halves, others, strict=True)}
+    tensors = []
     for parameter in engine.module.parameters():
         master = masters.get(id(parameter))
         whole = safe_get_full_fp32_param(parameter) if master is None else master
-        found.append((parameter if whole is None else whole).detach().float().clone())
-    return found
+        tensors.append((parameter if whole is None else whole).detach().float().clone())
+    return tensors
 
 
 def close(engine: Any) -> None:
@@ -440,16 +444,16 @@ def contest(arena: Arena) -> list[Result]:
     results = {contender.name: Result(contender.name, contender.dtype) for contender in options.contenders}
     engines: dict[str, Any] = {}
 
-    def attempt(contender: Contender, what: Callable[[], Any]) -> Any:
+    def attempt(contender: Contender, action: Callable[[], Any]) -> Any:
         """Run it, unless the contender has failed before."""
         result = results[contender.name]
         if result.problem:
             return None
         problem, value = "", None
         try:
-            value = what()
+            value = action()
         except Exception as error:
-            if contender.ours is not None or contender is SGD:
+            if contender.settings is not None or contender is SGD:
                 raise
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         problems = [""] * RANKS
@@ -475,7 +479,7 @@ def contest(arena: Arena) -> list[Result]:
         if contender.coefficients:
             result.distances = arena.distances(engine, last, arena.exact[contender.coefficients])
         result.bytes_sent = arena.sent(engine, last + 1)
-        if contender.ours is not None:
+        if contender.settings is not None:
             counted = sum(muon.counts.bytes_sent for muon in engine.basic_optimizer.muons)
             result.bytes_counted = round(_over_ranks(counted, dist.ReduceOp.SUM))
         close(engine)
@@ -540,45 +544,45 @@ def added(results: Sequence[Result]) -> dict[str, Added]:
 
     def quarters(result: Result) -> tuple[float, float, float]:
         rounds = zip(result.milliseconds, sgd.milliseconds, strict=True)
-        return quartiles([mine - without for mine, without in rounds])
+        return quartiles([seconds - without for seconds, without in rounds])
 
     def alike(result: Result) -> Result | None:
         """Ours with the same rule and dtype."""
         return next((r for r in results if r.name in (OURS, f"{OURS} fp32") and r.dtype == result.dtype), None)
 
-    found = {}
+    figures = {}
     for result in results:
         if result.name == sgd.name or result.problem:
             continue
-        mine, same = quarters(result), alike(result)
-        found[result.name] = Added(
-            mine,
-            mine[1] / quarters(named[OURS])[1],
-            mine[1] / quarters(same)[1] if same else None,
+        times, same = quarters(result), alike(result)
+        figures[result.name] = Added(
+            times,
+            times[1] / quarters(named[OURS])[1],
+            times[1] / quarters(same)[1] if same else None,
             statistics.median(result.milliseconds) / statistics.median(named[OURS].milliseconds),
             result.bytes_sent - sgd.bytes_sent,
             result.bytes_kept - sgd.bytes_kept,
             result.bytes_peak - sgd.bytes_peak,
         )
-    return found
+    return figures
 
 
 def print_stage(title: str, results: Sequence[Result]) -> None:
     """Print one stage: time, then the rest; what is SGD's is in brackets."""
-    told = added(results)
+    rows = added(results)
     times, rest = [], []
     for result in (result for result in results if not result.problem):
         whole = f"{statistics.median(result.milliseconds):.0f}"
         sizes = (result.bytes_sent, result.bytes_kept, result.bytes_peak)
-        if result.name not in told:
+        if result.name not in rows:
             times.append([result.name, "", "", "", "", f"({whole})"])
             rest.append([result.name, "", *(f"({size / 1e6:.2f})" for size in sizes), ""])
             continue
-        mine = told[result.name]
-        low, middle, high = mine.ms_added
-        in_dtype = "" if mine.ratio_in_dtype is None else f"{mine.ratio_in_dtype:.2f}"
-        times.append([result.name, f"{mine.ratio:.2f}", in_dtype, f"{middle:.0f}", f"{low:.0f} – {high:.0f}", whole])
-        more = (mine.sent_added, mine.kept_added, mine.peak_added)
+        row = rows[result.name]
+        low, middle, high = row.ms_added
+        in_dtype = "" if row.ratio_in_dtype is None else f"{row.ratio_in_dtype:.2f}"
+        times.append([result.name, f"{row.ratio:.2f}", in_dtype, f"{middle:.0f}", f"{low:.0f} – {high:.0f}", whole])
+        more = (row.sent_added, row.kept_added, row.peak_added)
         far = f"{max(result.distances):.1e}"
         rest.append([result.name, result.dtype, *(f"{size / 1e6:.2f}" for size in more), far])
     heads = ["", "ratio", "in dtype", "ms added", "middle half", "ms in all"]
@@ -645,7 +649,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if min(chosen.rounds, chosen.warmup, chosen.layers) < 1:
         parser.error("--rounds, --warmup, --layers: needed at least 1")
-    contenders = (SGD, Contender(OURS, "simple", ours={}), *(ASKED[name] for name in chosen.contenders))
+    contenders = (SGD, Contender(OURS, "simple", settings={}), *(ASKED[name] for name in chosen.contenders))
     load = os.getloadavg()[0]
     if load > 0.5:
         print(f"The machine is busy (load {load:.1f}): the ratios may hold, the milliseconds do not.")
@@ -660,11 +664,14 @@ def main() -> None:
         results = measure(options, exact)
         title = f"Stage {stage}, {'bf16' if chosen.bf16 else 'fp32'} weights{', offload' if chosen.offload else ''}"
         print_stage(title, results)
-        told = added(results)
+        figures_by_name = added(results)
         tables[f"stage {stage}"] = {
             "title": title,
             "config": config,
-            "contenders": {r.name: asdict(r) | (asdict(told[r.name]) if r.name in told else {}) for r in results},
+            "contenders": {
+                r.name: asdict(r) | (asdict(figures_by_name[r.name]) if r.name in figures_by_name else {})
+                for r in results
+            },
         }
     if chosen.json:
         facts = {

@@ -61,12 +61,12 @@ def timed_step(workload: Workload, beside: dict[Optimizer, list[Beside]], optimi
     return milliseconds
 
 
-def remembered(contender: Contender, made: dict[str, Optimizer]) -> Contender:
+def remembered(contender: Contender, optimizers: dict[str, Optimizer]) -> Contender:
     """The contender, whose optimizer will be found by its name."""
 
     def build(parameters: Parameters, layout: Layout) -> Optimizer:
-        made[contender.name] = contender.build(parameters, layout)
-        return made[contender.name]
+        optimizers[contender.name] = contender.build(parameters, layout)
+        return optimizers[contender.name]
 
     return replace(contender, build=build)
 
@@ -81,7 +81,7 @@ def main() -> None:
     add_options(parser)
     parser.set_defaults(rounds=20, warmup=5)
     chosen = parser.parse_args()
-    asked = entries(parser, chosen)
+    contenders = entries(parser, chosen)
     if not torch.cuda.is_available():
         print("No CUDA device: nothing was measured.")
         return
@@ -92,9 +92,9 @@ def main() -> None:
         shapes, layers = WORKLOADS[name]
         workload = Workload(shapes, layers, ONE_GPU, device="cuda")
         beside: dict[Optimizer, list[Beside]] = {}
-        made: dict[str, Optimizer] = {}
+        optimizers: dict[str, Optimizer] = {}
         results = contest(
-            [remembered(contender, made) for contender in asked.contenders()],
+            [remembered(contender, optimizers) for contender in contenders.contenders()],
             workload,
             ONE_GPU,
             partial(timed_step, workload, beside),
@@ -106,7 +106,7 @@ def main() -> None:
         more = {}
         for result in results:
             if result.milliseconds:
-                host, peak = zip(*beside[made[result.name]][chosen.warmup :], strict=True)
+                host, peak = zip(*beside[optimizers[result.name]][chosen.warmup :], strict=True)
                 more[result.name] = {"host_ms": median(host), "peak_mib": max(peak)}
         rows = [[contender, f"{m['host_ms']:.2f}", f"{m['peak_mib']:.0f}"] for contender, m in more.items()]
         print_rows(f"{title}, beside", ["", "host ms", "peak MiB"], rows)
@@ -120,7 +120,7 @@ def main() -> None:
         if chosen.json:  # after each table: a lent device may be gone before the last one
             capability = ".".join(map(str, torch.cuda.get_device_capability()))
             facts = {"device": device, "compute_capability": capability, "cuda": torch.version.cuda}
-            write_json(chosen.json, "benchmarks/gpu.py", asked, tables, facts)
+            write_json(chosen.json, "benchmarks/gpu.py", contenders, tables, facts)
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -51,18 +51,20 @@ class Verdict:
 
 def ratios(times: Times) -> dict[str, float]:
     """The median over the rounds of each opponent's time over ours."""
-    ours = times[OURS]
+    reference = times[OURS]
     return {
-        name: statistics.median(theirs / mine for theirs, mine in zip(some, ours, strict=True))
-        for name, some in times.items()
-        if some and not name.startswith(OURS)
+        name: statistics.median(
+            other_time / reference_time for other_time, reference_time in zip(seconds, reference, strict=True)
+        )
+        for name, seconds in times.items()
+        if seconds and not name.startswith(OURS)
     }
 
 
 def compare(layout: str, recorded: Times, fresh: Times) -> list[Verdict]:
     """The verdicts on all opponents that both runs have."""
-    before, now = ratios(recorded), ratios(fresh)
-    return [Verdict(layout, name, before[name], now[name]) for name in before if name in now]
+    before, after = ratios(recorded), ratios(fresh)
+    return [Verdict(layout, name, before[name], after[name]) for name in before if name in after]
 
 
 def judge(title: str, record: dict[str, Any], rounds: int, tolerance: float) -> list[Verdict]:
@@ -76,10 +78,10 @@ def judge(title: str, record: dict[str, Any], rounds: int, tolerance: float) -> 
             results = measure(LAYOUTS[name], Options(shapes, record["layers"], rounds, 2, entries))
             return compare(f"{title}, {name}", recorded, {result.name: result.milliseconds for result in results})
 
-        found = run()
-        if any(verdict.is_worse(tolerance) for verdict in found):
-            found = [max(pair, key=lambda verdict: verdict.fresh) for pair in zip(found, run(), strict=True)]
-        verdicts += found
+        pairs = run()
+        if any(verdict.is_worse(tolerance) for verdict in pairs):
+            pairs = [max(pair, key=lambda verdict: verdict.fresh) for pair in zip(pairs, run(), strict=True)]
+        verdicts += pairs
     return verdicts
 
 
@@ -99,8 +101,8 @@ def main() -> None:
             parser.error(f"{path}: found no file; needed one of a recorded run. Write step.py --json FILE")
         record = json.loads(path.read_text())
         if record["cpu"] != cpu():
-            told = f"{path.name}: found figures of {record['cpu']!r}; needed those of {cpu()!r}. "
-            parser.error(told + f"Write {record['command']} here, on a commit to compare with")
+            message = f"{path.name}: found figures of {record['cpu']!r}; needed those of {cpu()!r}. "
+            parser.error(message + f"Write {record['command']} here, on a commit to compare with")
         verdicts += judge(path.stem, record, chosen.rounds, chosen.tolerance)
     rows = [
         [f"{v.layout}, {v.opponent}", f"{v.recorded:.2f}", f"{v.fresh:.2f}", f"{v.fresh / v.recorded - 1:+.0%}"]

@@ -94,23 +94,23 @@ def pretend_device(shrunk: int) -> None:
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
     iteration.symmetric_part = symmetric_part
 
-    def at_once(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
-        return self.plan.at_once(number, self.orthogonalizers[number].squares)
+    def batch_size(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
+        return self.plan.batch_size(number, self.orthogonalizers[number].squares)
 
-    planning.Batches.at_once = at_once  # type: ignore[method-assign]
+    planning.Batches.batch_size = batch_size  # type: ignore[method-assign]
     planning.check_kernels = lambda *_, **__: None  # "triton" asks for the form of devices, fp16
-    for place in (kernels, by_kernel):
-        place.is_usable = lambda device: True  # type: ignore[attr-defined]
+    for module in (kernels, by_kernel):
+        module.is_usable = lambda device: True  # type: ignore[attr-defined]
 
 
 def leave_out_products() -> None:
     """Let torch's products be a dispatch that computes one element."""
     import torch
 
-    one, into = torch.ones(1), torch.ones(1)
+    scalar, into = torch.ones(1), torch.ones(1)
 
     def product(*operands: Any, out: Any = None, **options: Any) -> Any:
-        torch.mul(one, one, out=into)
+        torch.mul(scalar, scalar, out=into)
         return operands[0] if out is None else out
 
     for name in ("bmm", "baddbmm", "mm", "addmm"):
@@ -144,12 +144,12 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
 
 def least(call: Callable[[], Any], times: int) -> float:
     """Return the least microseconds of this thread's processor time that a call took."""
-    found = []
+    seconds = []
     for _ in range(times):
         begun = time.thread_time_ns()
         call()
-        found.append(time.thread_time_ns() - begun)
-    return min(found) / 1e3
+        seconds.append(time.thread_time_ns() - begun)
+    return min(seconds) / 1e3
 
 
 def serve(name: str) -> None:
@@ -185,24 +185,24 @@ def serve(name: str) -> None:
         for _ in range(3):
             step()
         before = launched()
-        with Seen() as seen:
+        with Seen() as counter:
             step()
-        counted[who] = {"triton": launched() - before, "calls": dict(seen.calls.most_common())}
+        counted[who] = {"triton": launched() - before, "calls": dict(counter.calls.most_common())}
     print(json.dumps(counted), flush=True)
-    one, matrix = torch.ones(1), torch.ones(1, 8, 8, dtype=torch.bfloat16)
+    scalar, matrix = torch.ones(1), torch.ones(1, 8, 8, dtype=torch.bfloat16)
     into, table = torch.empty_like(matrix), triton_products(at_once=1)
     single = {
         "a product by Triton": lambda: table.multiply(matrix, matrix, [(matrix, 1.0)], into, alpha=1.0),
-        "an operation of torch": lambda: torch.add(one, one),
+        "an operation of torch": lambda: torch.add(scalar, scalar),
         "a view": lambda: matrix[0],
     }
     for _ in sys.stdin:
-        found = {}
-        for what, start in single.items():
-            found[what] = least(start, 200)
+        seconds = {}
+        for action, start in single.items():
+            seconds[action] = least(start, 200)
         for who, step in steps.items():
-            found[who] = least(step, 5)
-        print(json.dumps(found), flush=True)
+            seconds[who] = least(step, 5)
+        print(json.dumps(seconds), flush=True)
 
 
 def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -230,7 +230,9 @@ def measured(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     if not all(lines):
         raise SystemExit("a process that measures has ended; its error is above")
     counted, *times = map(json.loads, lines)
-    return {who: {"us": min(some[who] for some in times), **counted.get(who, {})} for who in times[0]}
+    return {
+        who: {"us": min(times_of_round[who] for times_of_round in times), **counted.get(who, {})} for who in times[0]
+    }
 
 
 def main() -> None:
@@ -250,12 +252,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         library(Path(folder))
         tables = {name: measured(name, arguments.rounds, Path(folder)) for name in arguments.cases}
-    for name, found in tables.items():
+    for name, figures in tables.items():
         rows = [
-            [who, f"{one.get('triton', '')}", f"{sum(one.get('calls', {}).values()) or ''}", f"{one['us']:,.1f}"]
-            for who, one in found.items()
+            [
+                who,
+                f"{figure.get('triton', '')}",
+                f"{sum(figure.get('calls', {}).values()) or ''}",
+                f"{figure['us']:,.1f}",
+            ]
+            for who, figure in figures.items()
         ]
-        ratio = found["muonmesh"]["us"] / found["torch"]["us"]
+        ratio = figures["muonmesh"]["us"] / figures["torch"]["us"]
         print_rows(f"{CASES[name].title}: muonmesh / torch {ratio:.3f}", ["", "Triton", "dispatched", "host µs"], rows)
     if arguments.json:
         write_json(arguments.json, "benchmarks/host_time.py", Entries((), (), {}), tables, {"rounds": arguments.rounds})

@@ -114,12 +114,12 @@ def figures(kernel: Any) -> Figures:
     """Read what a compiled kernel needs."""
     if "amdgcn" in kernel.asm:
         code = kernel.asm["amdgcn"]
-        found = {name: int(re.search(rf"\.{name}:\s+(\d+)", code)[1]) for name in AMD}
+        counts = {name: int(re.search(rf"\.{name}:\s+(\d+)", code)[1]) for name in AMD}
         tensor, wide = (
             len(re.findall("v_mfma", code)),
             len(re.findall(r"(?:global|buffer)_(?:load|store)_dwordx4", code)),
         )
-        return Figures(*(found[name] for name in AMD), kernel.metadata.shared, tensor, 0, wide, 0)
+        return Figures(*(counts[name] for name in AMD), kernel.metadata.shared, tensor, 0, wide, 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -137,8 +137,8 @@ AMD = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
 
 def _output(tool: str, *arguments: str) -> str:
-    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+    process = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return process.stdout + process.stderr
 
 
 def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[..., Launch]]:
@@ -217,7 +217,7 @@ def compiled(architecture: str, kind: str, name: str) -> Figures:
 def table() -> str:
     """The table of the page."""
     head = ["kernel", "matrices", *(f"{name} ({SHARED[name]})" for name in ARCHITECTURES)]
-    found = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     kinds = {
         **{kind: list(products(8, 8, torch.bfloat16)) for kind in MATRICES},
         "pieces": list(pairs()),
@@ -227,28 +227,28 @@ def table() -> str:
     for kind, names in kinds.items():
         for name in names:
             cells = [_cell(compiled(architecture, kind, name)) for architecture in ARCHITECTURES]
-            found.append("| " + " | ".join([name, kind, *cells]) + " |")
-            print(found[-1], flush=True)
-    return "\n".join(found)
+            rows.append("| " + " | ".join([name, kind, *cells]) + " |")
+            print(rows[-1], flush=True)
+    return "\n".join(rows)
 
 
-def _cell(found: Figures) -> str:
-    spilled = f"{found.spilled}" + (f" + {found.lanes}" if found.lanes else "")
-    instructions = f"{found.tensor} / {found.asynchronous} / {found.wide}"
-    programs = f"; {found.programs}" if found.programs else ""
-    return f"{found.registers}, {spilled}, {found.shared / 1024:.0f}; {instructions}{programs}"
+def _cell(figures: Figures) -> str:
+    spilled = f"{figures.spilled}" + (f" + {figures.lanes}" if figures.lanes else "")
+    instructions = f"{figures.tensor} / {figures.asynchronous} / {figures.wide}"
+    programs = f"; {figures.programs}" if figures.programs else ""
+    return f"{figures.registers}, {spilled}, {figures.shared / 1024:.0f}; {instructions}{programs}"
 
 
 def main() -> None:
     """Print the table, and put it into the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="replace the recorded table")
-    asked = parser.parse_args()
-    made = table()
-    if asked.page:
+    arguments = parser.parse_args()
+    rows = table()
+    if arguments.page:
         begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
         text = PAGE.read_text()
-        PAGE.write_text(text[: text.index(begin) + len(begin)] + made + text[text.index(end) :])
+        PAGE.write_text(text[: text.index(begin) + len(begin)] + rows + text[text.index(end) :])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def contenders() -> dict[str, tuple[bool, Any]]:
 
     from muonmesh.integrations.megatron import get_megatron_optimizer as ours
 
-    found: dict[str, tuple[bool, Any]] = {
+    optimizers: dict[str, tuple[bool, Any]] = {
         "muonmesh bf16": (False, lambda config, chunks: ours(config, chunks, muon=RULE)),
         "muonmesh bf16, distributed optimizer": (True, lambda config, chunks: ours(config, chunks, muon=RULE)),
         "muonmesh fp32": (False, lambda c, chunks: ours(c, chunks, muon={**RULE, "compute_dtype": torch.float32})),
@@ -63,7 +63,7 @@ def contenders() -> dict[str, tuple[bool, Any]]:
     try:
         import emerging_optimizers  # noqa: F401
     except ImportError:
-        return found
+        return optimizers
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
     for mode, layer_wise in (*((mode, False) for mode in MODES), ("blockwise", True), ("duplicated", True)):
@@ -72,8 +72,8 @@ def contenders() -> dict[str, tuple[bool, Any]]:
             config.optimizer, config.muon_tp_mode, config.muon_use_nesterov = "muon", mode, True
             return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=layer_wise)
 
-        found[f"Megatron {'layer-wise ' if layer_wise else ''}Muon {mode}"] = (False, make)
-    return found
+        optimizers[f"Megatron {'layer-wise ' if layer_wise else ''}Muon {mode}"] = (False, make)
+    return optimizers
 
 
 class Contest:
@@ -89,13 +89,13 @@ class Contest:
         self.optimizer = make(config, self.chunks)
         host.backward(self.shape, self.chunks, None, 0)
         self.parameters = gathered.named(self.chunks)
-        self.kept = {name: parameter.main_grad.clone() for name, parameter in self.parameters.items()}
+        self.gradients = {name: parameter.main_grad.clone() for name, parameter in self.parameters.items()}
         self.gathered = gathered
 
     def step(self) -> float:
         """Put the gradients back and step; return the milliseconds of the step."""
         for name, parameter in self.parameters.items():
-            parameter.main_grad.copy_(self.kept[name])
+            parameter.main_grad.copy_(self.gradients[name])
         dist.barrier()
         begin = time.perf_counter()
         self.optimizer.step()
@@ -109,8 +109,8 @@ class Contest:
         def counting(name: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
                 nonlocal moved
-                given = args[COLLECTIVES[name]]
-                tensors = given if isinstance(given, (list, tuple)) else [given]
+                tensor = args[COLLECTIVES[name]]
+                tensors = tensor if isinstance(tensor, (list, tuple)) else [tensor]
                 moved += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
                 return real[name](*args, **kwargs)
 
@@ -142,12 +142,12 @@ class Contest:
 
         from muonmesh.numerics.coefficients import coefficient_schedule
 
-        gather, held = self.gathered.gather, self.gathered.held
-        before = gather(held(self.parameters))
-        gradients = gather(held(self.parameters, self.gathered.gradients(self.chunks)))
+        gather, local_parts = self.gathered.gather, self.gathered.held
+        before = gather(local_parts(self.parameters))
+        gradients = gather(local_parts(self.parameters, self.gathered.gradients(self.chunks)))
         self.step()
-        after = gather(held(self.parameters))
-        found = []
+        after = gather(local_parts(self.parameters))
+        distances = []
         heads = self.chunks[0].config.kv_channels
         for name, gradient in gradients.items():
             spec = next((spec for end, spec in MATRICES.items() if name.endswith(end)), None)
@@ -158,10 +158,10 @@ class Contest:
             if spec == "halves":
                 spec = ("rows", len(gradient) // 2, len(gradient) // 2)
             moved = before[name].double() * (1 - 0.02 * WEIGHT_DECAY) - after[name].double()
-            for mine, given in zip(split(moved, spec), split(gradient.double(), spec), strict=True):
-                exact = 0.02 * max(given.shape) ** 0.5 * orthogonal(given, coefficient_schedule("quintic", 5))
-                found.append(float((mine - exact).norm() / exact.norm()))
-        return found
+            for update, raw in zip(split(moved, spec), split(gradient.double(), spec), strict=True):
+                exact = 0.02 * max(raw.shape) ** 0.5 * orthogonal(raw, coefficient_schedule("quintic", 5))
+                distances.append(float((update - exact).norm() / exact.norm()))
+        return distances
 
 
 def orthogonal(matrix: Tensor, schedule: Any) -> Tensor:
@@ -182,17 +182,17 @@ def measure(hidden: int, layers: int, rounds: int) -> dict[str, dict[str, Any]]:
             contests[name] = Contest(flat, make, hidden, layers)
         except Exception as error:
             problems[name] = f"{type(error).__name__}: {error}"
-    found: dict[str, dict[str, Any]] = {name: {"problem": told} for name, told in problems.items()}
+    results: dict[str, dict[str, Any]] = {name: {"problem": problem} for name, problem in problems.items()}
     for name, contest in contests.items():
         distances = contest.distances() if "AdamW" not in name else []
-        found[name] = {"distances": distances, "milliseconds": []}
+        results[name] = {"distances": distances, "milliseconds": []}
     for _ in range(rounds):
         for name, contest in contests.items():
             gc.collect()
-            found[name]["milliseconds"].append(contest.step())
+            results[name]["milliseconds"].append(contest.step())
     for name, contest in contests.items():
-        found[name] |= {"bytes": contest.bytes_moved(), "state": contest.state_bytes()}
-    return found
+        results[name] |= {"bytes": contest.bytes_moved(), "state": contest.state_bytes()}
+    return results
 
 
 def main() -> None:
@@ -208,7 +208,7 @@ def main() -> None:
         ranks = pool.run(measure, options.hidden, options.layers, options.rounds, timeout=1200.0)
     finally:
         pool.close()
-    rows, kept = [], dict[str, Any]()
+    rows, tables = [], dict[str, Any]()
     base = statistics.median(max(r["muonmesh bf16"]["milliseconds"][i] for r in ranks) for i in range(options.rounds))
     for name, first in ranks[0].items():
         if "problem" in first:
@@ -218,7 +218,7 @@ def main() -> None:
         low, _, high = quartiles(slowest)
         moved, state = (max(rank[name][key] for rank in ranks) / 2**20 for key in ("bytes", "state"))
         away = first["distances"]
-        told = f"{statistics.median(away):.1e}, {max(away):.1e}" if away else ""
+        distance = f"{statistics.median(away):.1e}, {max(away):.1e}" if away else ""
         median = statistics.median(slowest)
         rows.append(
             [
@@ -228,15 +228,15 @@ def main() -> None:
                 f"{low:.1f}–{high:.1f}",
                 f"{moved:.2f}",
                 f"{state:.2f}",
-                told,
+                distance,
             ]
         )
-        kept[name] = {"milliseconds": slowest, "mib_moved": moved, "mib_state": state, "distances": away}
+        tables[name] = {"milliseconds": slowest, "mib_moved": moved, "mib_state": state, "distances": away}
     title = f"TP 2 × DP 2, {options.layers} layers of hidden size {options.hidden} (ratio: time over ours with bf16)"
     print_rows(title, ["", "ratio", "median ms", "middle half", "MiB moved", "MiB state", "distance"], rows)
     if options.json:
         facts = {"hidden": options.hidden, "layers": options.layers, "rounds": options.rounds}
-        write_json(options.json, "benchmarks/megatron_step.py", Entries((), (), {}), {title: kept}, facts)
+        write_json(options.json, "benchmarks/megatron_step.py", Entries((), (), {}), {title: tables}, facts)
 
 
 if __name__ == "__main__":

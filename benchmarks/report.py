@@ -132,7 +132,7 @@ def write_json(path: str, script: str, entries: Entries, tables: Mapping[str, An
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
-    kept = []
+    remaining = []
     for previous, word in zip(["", *words], words, strict=False):
         if previous == "--peer":
             word = f"{word.partition('=')[0]}=PATH"
@@ -140,8 +140,8 @@ def _without_paths(words: Sequence[str]) -> list[str]:
             word = "PATH"
         elif previous == "--json":
             word = "FILE"
-        kept.append(word)
-    return kept
+        remaining.append(word)
+    return remaining
 
 
 def _commit(checkout: Path) -> str:

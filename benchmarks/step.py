@@ -74,8 +74,8 @@ def _rank(rank: int, folder: str, layout: Layout, options: Options) -> None:
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return took.item()
 
-    asked = options.entries.contenders()
-    results = contest(asked, workload, layout, timed_step, rounds=options.rounds, warmup=options.warmup)
+    contenders = options.entries.contenders()
+    results = contest(contenders, workload, layout, timed_step, rounds=options.rounds, warmup=options.warmup)
     if rank == 0:
         (Path(folder) / "results").write_bytes(pickle.dumps(results))
     if layout.kind != "one":

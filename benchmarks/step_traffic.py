@@ -12,14 +12,19 @@ each message. Operations that a package coalesces into one launch count as one m
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.contenders import Entries
 from benchmarks.report import print_rows, write_json
 
-from muonmesh.layout import MeshLayout, Replicate, split_matrices
+from muonmesh.comm.schedule import stages_of
+from muonmesh.comm.step_callbacks import Batching
+from muonmesh.layout import FlatShards, Interval, MeshLayout, Replicate, split_matrices
 from muonmesh.tools.cli.plan_command import weights_of
 from muonmesh.tools.cli.planning import EXPERTS, parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
@@ -46,6 +51,12 @@ CASES = {
     "Llama 405B, HSDP 16×32 × TP 8": ("llama-3.1-405b", "hsdp=16x32,tp=8", None),
     "DeepSeek-V3, 2,048 ranks": ("deepseek-v3", "hsdp=8x32,tp=8", "ddp=8,ep=32,fsdp=8"),
 }
+LAYER = re.compile(r"\.layers\.\d+\.")
+BUFFERS: dict[str, Callable[[Weight], object]] = {
+    "ZeRO-1 and 2": lambda weight: weight.matrices is None,  # a buffer for each param group
+    "FSDP1": lambda weight: LAYER.findall(weight.name),  # and for each wrapped block
+}
+FLAT = {f"Llama 8B, {kind} {ranks}": ("llama-3.1-8b", kind, ranks) for kind in BUFFERS for ranks in (8, 64)}
 
 
 @dataclass(frozen=True)
@@ -97,75 +108,115 @@ def rows_of(case: str, *, owners: bool = True) -> list[Row]:
     model, mesh, experts = CASES[case]
     cluster = parse_cluster(mesh, experts)
     weights = weights_of(model, cluster)
-    held = []
+    entries = []
     for weight in weights:
         axes = cluster.mesh
         if cluster.experts and EXPERTS.search(weight.name) and len(weight.layout.shape) > 1:
             axes = cluster.experts
-        held.append(Held.of(weight, [kind for kind, _ in axes]))
-    matrices = [one for one in held if one.weight.matrices is not None]
-    others = [one for one in held if one.weight.matrices is None]
-    sharded = any(one.shards > 1 for one in held)
+        entries.append(Held.of(weight, [kind for kind, _ in axes]))
+    matrices = [entry for entry in entries if entry.weight.matrices is not None]
+    others = [entry for entry in entries if entry.weight.matrices is None]
+    sharded = any(entry.shards > 1 for entry in entries)
     layers = len({name.split(".")[2] for name in (w.name for w in weights) if ".layers." in name}) + 1
-    gradients = round(sum(one.gradient for one in held) * ITEM)
-    groups = layers * (1 + any(one.replicas > 1 for one in held)) if sharded else 0
-    messages = groups or -(-sum(one.local for one in held) * ITEM // DDP_BUCKET)
-    found = [Row(case, "AdamW", gradients, messages)]
+    gradients = round(sum(entry.gradient for entry in entries) * ITEM)
+    groups = layers * (1 + any(entry.replicas > 1 for entry in entries)) if sharded else 0
+    messages = groups or -(-sum(entry.local for entry in entries) * ITEM // DDP_BUCKET)
+    rows = [Row(case, "AdamW", gradients, messages)]
 
     for method, to_owners in (("muonmesh", False), ("muonmesh to owners", True)):
         if to_owners and not owners:
             continue
-        if to_owners and all(one.replicas == 1 for one in held):
+        if to_owners and all(entry.replicas == 1 for entry in entries):
             continue
-        told = forecast(weights, itemsize=ITEM, to_owners=to_owners, machine=MACHINE)
+        prediction = forecast(weights, itemsize=ITEM, to_owners=to_owners, machine=MACHINE)
         first, begun = gradients, messages
         if to_owners:  # FSDP2's reduce-scatter stays; the rest goes to owners
-            first = round(sum(one.local * (one.shards - 1) for one in held) * ITEM) + told.gradients.bytes_sent
-            begun = (layers if sharded else 0) + told.gradients.collectives
-        sent = first + told.bytes_sent
-        found.append(Row(case, method, sent, begun + told.collectives, told.parts()["device"]))
+            first = (
+                round(sum(entry.local * (entry.shards - 1) for entry in entries) * ITEM)
+                + prediction.gradients.bytes_sent
+            )
+            begun = (layers if sharded else 0) + prediction.gradients.collectives
+        sent = first + prediction.bytes_sent
+        rows.append(Row(case, method, sent, begun + prediction.collectives, prediction.parts()["device"]))
 
-    several = any(sum(size > 1 for size in (one.shards, one.tensor)) > 1 for one in matrices)
+    several = any(sum(size > 1 for size in (entry.shards, entry.tensor)) > 1 for entry in matrices)
     if not several and experts is None:
-        shapes = len({weight.layout.shape for weight in (one.weight for one in matrices)})
-        back = sum(one.local * ((one.replicas - 1) / one.replicas if not sharded else 0) for one in matrices)
-        there = sum(2 * one.local * (one.shards - 1) / one.shards for one in matrices)
-        found.append(Row(case, "dion", gradients + round((back + there) * ITEM), messages + shapes * (1 + sharded)))
+        shapes = len({weight.layout.shape for weight in (entry.weight for entry in matrices)})
+        back = sum(entry.local * ((entry.replicas - 1) / entry.replicas if not sharded else 0) for entry in matrices)
+        gathered = sum(2 * entry.local * (entry.shards - 1) / entry.shards for entry in matrices)
+        rows.append(Row(case, "dion", gradients + round((back + gathered) * ITEM), messages + shapes * (1 + sharded)))
 
     # Megatron has no FSDP here: all ranks but tensor and expert parallelism are data-parallel.
     megatron, buckets, duplicated, distributed, shared = 0.0, 0.0, 0.0, 0.0, 0.0
-    for one in held:
-        data = one.replicas * one.shards
-        megatron += 2 * (data - 1) / data * one.local * one.shards
-        buckets += 2 * one.local * one.shards / max(40e6, 1e6 * data)
-        if one.weight.matrices is not None and one.tensor > 1:
-            mine = split_matrices(one.weight.name, one.weight.layout.shape, one.weight.matrices)
-            cut = next(p.dim for p in reversed(one.weight.layout.placements) if not isinstance(p, Replicate))  # type: ignore[attr-defined]
-            for matrix in mine:
+    for entry in entries:
+        data = entry.replicas * entry.shards
+        megatron += 2 * (data - 1) / data * entry.local * entry.shards
+        buckets += 2 * entry.local * entry.shards / max(40e6, 1e6 * data)
+        if entry.weight.matrices is not None and entry.tensor > 1:
+            matrices_of_weight = split_matrices(entry.weight.name, entry.weight.layout.shape, entry.weight.matrices)
+            cut = next(p.dim for p in reversed(entry.weight.layout.placements) if not isinstance(p, Replicate))  # type: ignore[attr-defined]
+            for matrix in matrices_of_weight:
                 side = matrix.cols if cut == 0 else matrix.rows
-                duplicated += (one.tensor - 1) / one.tensor * matrix.numel / data * 2  # fp32
-                distributed += ITERATIONS * 2 * (one.tensor - 1) / one.tensor * side**2 / data
+                duplicated += (entry.tensor - 1) / entry.tensor * matrix.numel / data * 2  # fp32
+                distributed += ITERATIONS * 2 * (entry.tensor - 1) / entry.tensor * side**2 / data
                 shared += 1 / data
-    found.append(Row(case, "Megatron layer-wise", round((megatron + duplicated) * ITEM), math.ceil(buckets + shared)))
+    rows.append(Row(case, "Megatron layer-wise", round((megatron + duplicated) * ITEM), math.ceil(buckets + shared)))
     if shared:
         gram = round((megatron + distributed) * ITEM)
-        found.append(Row(case, "Megatron distributed", gram, math.ceil(buckets + ITERATIONS * shared)))
+        rows.append(Row(case, "Megatron distributed", gram, math.ceil(buckets + ITERATIONS * shared)))
 
     if experts is None:
-        owned, count = sum(one.gradient for one in others), 0.0
-        for one in matrices:
-            whole = one.local * one.shards  # DMuon does not cut it over data-parallel ranks
-            owned += whole * (one.shards - 1) / one.shards
-            owned += 2 * one.local * (one.replicas - 1) / one.replicas  # among the ranks of the owner's column
-            owned += 2 * (one.tensor - 1) / one.tensor * one.local / one.replicas  # the gather and the scatter
+        owned, count = sum(entry.gradient for entry in others), 0.0
+        for entry in matrices:
+            whole = entry.local * entry.shards  # DMuon does not cut it over data-parallel ranks
+            owned += whole * (entry.shards - 1) / entry.shards
+            owned += 2 * entry.local * (entry.replicas - 1) / entry.replicas  # among the ranks of the owner's column
+            owned += 2 * (entry.tensor - 1) / entry.tensor * entry.local / entry.replicas  # the gather and the scatter
             count += (
-                (one.shards > 1)
-                + 2 * (one.replicas > 1) / one.shards
-                + 2 * (one.tensor > 1) / one.shards / one.replicas
+                (entry.shards > 1)
+                + 2 * (entry.replicas > 1) / entry.shards
+                + 2 * (entry.tensor > 1) / entry.shards / entry.replicas
             )
-        rest = layers if sharded else -(-sum(one.local for one in others) * ITEM // DDP_BUCKET)
-        found.append(Row(case, "DMuon", round(owned * ITEM), math.ceil(count + rest)))
-    return found
+        rest = layers if sharded else -(-sum(entry.local for entry in others) * ITEM // DDP_BUCKET)
+        rows.append(Row(case, "DMuon", round(owned * ITEM), math.ceil(count + rest)))
+    return rows
+
+
+def flat_rows_of(case: str) -> list[Row]:
+    """Return rows for flat buffers that are cut evenly: means over the ranks.
+
+    Ranks reduce a gradient to whoever holds its elements, or to the owner of its matrix, with equal bytes. In the
+    second case no direction has to go to the owner, and results still go back.
+    """
+    model, kind, ranks = FLAT[case]
+    weights = weights_of(model, parse_cluster(f"ddp={ranks}", None))
+    buffers: dict[object, list[Weight]] = {}
+    for weight in weights:
+        buffers.setdefault(str(BUFFERS[kind](weight)), []).append(weight)
+    flat = {}
+    for in_buffer in buffers.values():
+        sizes = [math.prod(weight.layout.shape) for weight in in_buffer]
+        size = -(-sum(sizes) // ranks) * ranks
+        for weight, count, end in zip(in_buffer, sizes, itertools.accumulate(sizes), strict=True):
+            within = MeshLayout.replicated(weight.layout.shape, tuple(range(ranks)))
+            layout = FlatShards.in_buffer(within, [0], Interval(0, count, end - count), size)
+            flat[weight.name] = Weight(weight.name, layout, weight.matrices)
+    plan = forecast([flat[weight.name] for weight in weights], itemsize=ITEM).plan
+    sent_to_owners, sent_back, messages = 0, 0, 0
+    for rank in plan.ranks:
+        stages, _ = stages_of(plan, rank, plan.ranks, Batching())
+        sent_to_owners += sum(row.piece.numel for stage in stages for row in stage.to_owners.leaving)
+        sent_back += sum(row.piece.numel for stage in stages for packed in stage.back for row in packed.leaving)
+        messages = max(messages, sum(stage.gathers + len(stage.back) for stage in stages))
+    elements = sum(math.prod(weight.layout.shape) for weight in weights)
+    gradients = round(elements * (ranks - 1) / ranks * ITEM)
+    begun = len(buffers)
+    directions, results = round(sent_to_owners / ranks * ITEM), round(sent_back / ranks * ITEM)
+    return [
+        Row(case, "AdamW", gradients, begun),
+        Row(case, "muonmesh", gradients + directions + results, begun + messages),
+        Row(case, "muonmesh to owners, at best", gradients + results, begun + messages // 2),
+    ]
 
 
 def main() -> None:
@@ -174,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=summary, epilog=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *FLAT], default=list(CASES))
     parser.add_argument(
         "--no-owners",
         action="store_true",
@@ -184,7 +235,7 @@ def main() -> None:
     options = parser.parse_args()
     tables: dict[str, Any] = {}
     for case in options.only:
-        rows = rows_of(case, owners=not options.no_owners)
+        rows = flat_rows_of(case) if case in FLAT else rows_of(case, owners=not options.no_owners)
         base = rows[0].bytes
         tables[case] = {row.method: {**asdict(row), "network": row.network} for row in rows}
         print_rows(

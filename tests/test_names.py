@@ -16,6 +16,11 @@ from torch.optim.swa_utils import AveragedModel
 import muonmesh as mm
 from muonmesh.names import canonical_name, names_matching, patterns
 
+COVERS = (
+    "names.canonical_name",
+    "names.names_matching",
+)
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

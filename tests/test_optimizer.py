@@ -19,6 +19,16 @@ from muonmesh.layout import Interval, MeshLayout
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import problem
 from tests.support.reference import reference_step
+from tests.support.tensors import relative_error
+
+COVERS = (
+    "optimizer.Muon",
+    "report.explain.explain",
+    "report.metrics.measure",
+    "step.elementwise_step.step_elementwise",
+    "step.runtime.Runtime",
+    "step.parameter_steps.ParameterStep",
+)
 
 BETAS = (0.9, 0.95)
 
@@ -40,10 +50,6 @@ def oracle(
     for step in range(count):
         params, state = reference_step(params, given(step), state, per_parameter)
     return params, state
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize(
@@ -70,13 +76,13 @@ def test_fp32_agrees_with_the_oracle(settings: dict[str, Any]) -> None:
     # A matrix of one row or column sits at σ = 1, where CANS' first polynomial alone has a slope of 26.
     slack = 5 if settings.get("ns_coefficients") == "cans" else 1
     for name, parameter in model.named_parameters():
-        assert relative(parameter.detach(), params[name]) <= 1e-5 * slack, name
+        assert relative_error(parameter.detach(), params[name]) <= 1e-5 * slack, name
         update = parameter.detach().double() - start[name].double()
-        assert relative(update, params[name] - start[name].double()) <= 1e-3 * slack, name
+        assert relative_error(update, params[name] - start[name].double()) <= 1e-3 * slack, name
         held = optimizer.state[parameter]
         for key, reference in (("momentum_buffer", "momentum"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             if key in held:
-                assert relative(held[key], state[name][reference]) <= 1e-5, (name, key)
+                assert relative_error(held[key], state[name][reference]) <= 1e-5, (name, key)
 
 
 def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
@@ -87,7 +93,7 @@ def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
         update = parameter.detach().double() - start[name].double()
         # One row or column sits at σ = 1, where the polynomials amplify bf16's rounding of σ² most.
         bound = 0.15 if min(parameter.shape) <= 3 and parameter.ndim == 2 else 0.06
-        assert relative(update, params[name] - start[name].double()) <= bound, name
+        assert relative_error(update, params[name] - start[name].double()) <= bound, name
 
 
 def test_fp64_everything_is_the_oracle() -> None:
@@ -96,7 +102,7 @@ def test_fp64_everything_is_the_oracle() -> None:
     *_, (model, _) = problem.steps("local", 5, values, **settings)
     params, _ = oracle(5)
     for name, parameter in model.named_parameters():
-        assert relative(parameter.detach(), params[name]) <= 1e-12, name
+        assert relative_error(parameter.detach(), params[name]) <= 1e-12, name
 
 
 # ------------------------------------------------------------------ scale
@@ -162,7 +168,7 @@ def test_zero_gradients_agree_with_the_oracle() -> None:
     *_, (model, _) = problem.steps("local", 4, problem.initial(), problem.zeroed, compute_dtype=torch.float32)
     params, _ = oracle(4, problem.zeroed)
     for name, parameter in model.named_parameters():
-        assert relative(parameter.detach(), params[name]) <= 1e-5, name
+        assert relative_error(parameter.detach(), params[name]) <= 1e-5, name
 
 
 def test_one_nonzero_element_anywhere_counts() -> None:
@@ -422,7 +428,7 @@ def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
     twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     assert other.process_group == "local"
     assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.asked.memory_budget_mb == 48.0
+    assert other._runtime.requested.memory_budget_mb == 48.0
     assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
 
 

@@ -125,31 +125,31 @@ def main() -> None:
     parser.add_argument("maker", nargs="?", help="step its optimizers, which muonmesh audit watches")
     parser.add_argument("--peer", action="append", default=[], help="NAME=PATH of a checkout")
     parser.add_argument("--only", help="one maker")
-    given = parser.parse_args()
-    if given.maker:
-        made = globals()[given.maker]()  # with the model, which names the weights
-        for optimizer in made[1] if isinstance(made[1], list) else [made[1]]:
+    arguments = parser.parse_args()
+    if arguments.maker:
+        optimizers = globals()[arguments.maker]()  # with the model, which names the weights
+        for optimizer in optimizers[1] if isinstance(optimizers[1], list) else [optimizers[1]]:
             optimizer.step()
         return
-    paths = {name.upper(): path for name, _, path in (peer.partition("=") for peer in given.peer)}
+    paths = {name.upper(): path for name, _, path in (peer.partition("=") for peer in arguments.peer)}
     environment = {**os.environ, **paths, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     page = PAGE.read_text()
     for maker, (title, ranks) in REPORTS.items():
-        if given.only in (None, maker):
+        if arguments.only in (None, maker):
             run = [sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "audit", __file__, maker]
             run = run if ranks == 1 else [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", "localhost:0", "--no-python", *run,
             ]  # fmt: skip
-            done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
-            if not done.stdout:
-                raise SystemExit(done.stderr)
+            process = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+            if not process.stdout:
+                raise SystemExit(process.stderr)
             packages = [part.partition("}")[0] for part in title.split("{")[1:]]
-            said = title.format(**{name: version(name) for name in packages})
+            heading = title.format(**{name: version(name) for name in packages})
             launch = "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
             command = f"$ {launch}muonmesh audit benchmarks/studies/audits.py {maker}"
-            lines = [line for line in done.stdout.splitlines() if " [WARNING] " not in line]
-            text = "\n".join([f"### {said}", "", "```", command, *lines, "```", ""])
+            lines = [line for line in process.stdout.splitlines() if " [WARNING] " not in line]
+            text = "\n".join([f"### {heading}", "", "```", command, *lines, "```", ""])
             begin, end = f"<!-- {maker} -->\n", f"<!-- end {maker} -->"
             page = page.partition(begin)[0] + begin + text + end + page.partition(end)[2]
             PAGE.write_text(page)

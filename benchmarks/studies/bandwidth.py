@@ -47,14 +47,14 @@ def hosts(count: int, megabits: float | None) -> Iterator[list[Host]]:
         return
     names = [f"muonmesh-bench-{os.getpid()}-{number}" for number in range(count + 1)]
     switch, *others = names
-    made: list[str] = []
+    namespaces: list[str] = []
     try:
         for name in names:
             _ip("netns", "add", name)
-            made.append(name)
+            namespaces.append(name)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
-        found = []
+        machines = []
         for number, name in enumerate(others):
             port, address = f"port{number}", f"10.78.23.{number + 1}"
             _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "wire", "netns", name)
@@ -66,10 +66,10 @@ def hosts(count: int, megabits: float | None) -> Iterator[list[Host]]:
                 _run("ip", "netns", "exec", name, "sysctl", "-qw", setting)
             limit = ("tbf", "rate", f"{megabits}mbit", "burst", "128kb", "latency", "10s")
             _run("tc", "-n", name, "qdisc", "add", "dev", "wire", "root", *limit)
-            found.append(Host(address, "wire", ("ip", "netns", "exec", name)))
-        yield found
+            machines.append(Host(address, "wire", ("ip", "netns", "exec", name)))
+        yield machines
     finally:
-        for name in made:
+        for name in namespaces:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 

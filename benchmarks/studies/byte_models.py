@@ -59,8 +59,8 @@ def build(kind: str, *, width: int, layers: int, seed: int = 0, experts: int = 4
 def text(*, held_out: bool = False) -> Tensor:
     """Bytes of some of the standard library, int64, or of the files after them."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    some = files[FILES : FILES + 10] if held_out else files[:FILES]
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in some)), dtype=torch.uint8).long()
+    chosen = files[FILES : FILES + 10] if held_out else files[:FILES]
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in chosen)), dtype=torch.uint8).long()
 
 
 def windows(data: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:

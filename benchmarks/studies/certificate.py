@@ -111,14 +111,14 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
     project = PROJECTS[name]
     os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
     begin = time.monotonic()
-    found: dict[str, Any] = {"title": project.title, "date": f"{date.today()}", "cells": {}}
-    found["versions"] = {"torch": torch.__version__}
+    record: dict[str, Any] = {"title": project.title, "date": f"{date.today()}", "cells": {}}
+    record["versions"] = {"torch": torch.__version__}
     for distribution in ENVIRONMENTS[name].distributions:
-        found["versions"][distribution] = _version(distribution)
+        record["versions"][distribution] = _version(distribution)
     try:
         importlib.import_module(project.package)
     except Exception as error:
-        return found | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return record | {"absent": f"{type(error).__name__}: {error}".splitlines()[0]}
     multiprocessing.set_forkserver_preload(
         ["tests.support.workers", "benchmarks.studies.certificate_cells", project.package]
     )
@@ -130,12 +130,14 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
         return outcome(pool, project.package, cell, name, layout, audited)
 
     try:
-        for layout in sorted(layouts(kind for kind in kinds if kind in project.kinds), key=lambda each: each.ranks):
+        for layout in sorted(
+            layouts(kind for kind in kinds if kind in project.kinds), key=lambda one_layout: one_layout.ranks
+        ):
             if layout.model not in references:
                 references[layout.model] = run(layout.alone(project.alone))
             reference = references[layout.model]
             if isinstance(reference, dict):
-                found["cells"][layout.name] = reference | {"in one process": True}
+                record["cells"][layout.name] = reference | {"in one process": True}
                 continue
             result = run(layout)
             if isinstance(result, list):
@@ -143,12 +145,12 @@ def measured(name: str, kinds: Iterable[str]) -> dict[str, Any]:
                 if result["word"] == "differs" and project.audits:
                     verdicts = run(layout, audited=True)
                     result |= {"audit": verdicts} if "word" not in verdicts else {}
-            found["cells"][layout.name] = result
+            record["cells"][layout.name] = result
             print(f"{project.title}, {layout.name}: {text_of(result)}", flush=True)
     finally:
         for pool in pools.values():
             pool.close()
-    return found | {"seconds": round(time.monotonic() - begin)}
+    return record | {"seconds": round(time.monotonic() - begin)}
 
 
 def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -159,13 +161,13 @@ def outcome(pool: Any, package: str, run: Callable[..., Any], *args: Any) -> Any
         outcomes = pool.run_expecting_errors(run, *args, timeout=PATIENCE)
     except RankFailure as failure:
         return ended(str(failure))
-    errors = [each for each in outcomes if each.error is not None]
+    errors = [result for result in outcomes if result.error is not None]
     if not errors:
         return outcomes[0].value
     pool.close()  # after an error the ranks may be out of step
-    first = next((each for each in errors if not COLLECTIVE.search(each.message)), errors[0])
+    first = next((result for result in errors if not COLLECTIVE.search(result.message)), errors[0])
     message = f"{first.error.__name__}: {first.message}".strip().splitlines()[0][:300]
-    deliberate = len(errors) == len(outcomes) and all(raised_by(package, each.traceback) for each in errors)
+    deliberate = len(errors) == len(outcomes) and all(raised_by(package, result.traceback) for result in errors)
     word = "replicas differ" if first.error is ReplicasError else "refuses" if deliberate else "fails"
     return {"word": "cannot run here" if ABSENT.search(message) else word, "message": message}
 
@@ -192,7 +194,7 @@ def compared(weights: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
     """How weights after each step differ from those of one process."""
     import torch
 
-    assert all(some.keys() == others.keys() for some, others in zip(weights, reference, strict=True))
+    assert all(tensors.keys() == others.keys() for tensors, others in zip(weights, reference, strict=True))
     assert all(torch.equal(weights[0][name], begun) for name, begun in reference[0].items()), "they begin elsewhere"
     if all(torch.equal(a[n], b[n]) for a, b in zip(weights, reference, strict=True) for n in b):
         return {"word": "bits", "relative": 0.0}
@@ -237,9 +239,9 @@ def environment_of(name: str, cache: Path | None, peers: dict[str, Path]) -> tup
         if not (target / ".ready").exists():
             pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
             pip += ["--ignore-requires-python"]  # axolotl 0.21 asks for 3.12, and its optimizers run on 3.11
-            done = subprocess.run([*pip, *needs.requirements], capture_output=True, text=True, check=False)
-            if done.returncode:
-                return f"pip cannot install it: {done.stderr.strip().splitlines()[-1][:200]}"
+            installation = subprocess.run([*pip, *needs.requirements], capture_output=True, text=True, check=False)
+            if installation.returncode:
+                return f"pip cannot install it: {installation.stderr.strip().splitlines()[-1][:200]}"
             (target / ".ready").touch()
         paths.insert(0, str(target))
     return str(python), {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHDYNAMO_DISABLE": "1"}
@@ -247,37 +249,37 @@ def environment_of(name: str, cache: Path | None, peers: dict[str, Path]) -> tup
 
 def all_projects(names: Iterable[str], kinds: list[str], cache: Path | None, peers: dict[str, Path]) -> dict[str, Any]:
     """Run each project in an interpreter of its own."""
-    found = {}
+    records = {}
     for name in names:
-        where = environment_of(name, cache, peers)
-        if isinstance(where, str):
-            found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}, "absent": where}
+        interpreter = environment_of(name, cache, peers)
+        if isinstance(interpreter, str):
+            records[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}, "absent": interpreter}
             continue
-        python, environment = where
+        python, environment = interpreter
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "found.json"
             run = [python, "-m", "benchmarks.studies.certificate", "--run", name, "--json", str(file)]
             run += ["--kinds", *kinds]
-            done = subprocess.run(run, env=environment, cwd=ROOT, check=False)
-            if done.returncode:
-                found[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}}
-                found[name]["absent"] = f"the run ended with {done.returncode}"
+            process = subprocess.run(run, env=environment, cwd=ROOT, check=False)
+            if process.returncode:
+                records[name] = {"title": PROJECTS[name].title, "cells": {}, "versions": {}}
+                records[name]["absent"] = f"the run ended with {process.returncode}"
                 continue
-            found[name] = json.loads(file.read_text())
+            records[name] = json.loads(file.read_text())
         checkout = ENVIRONMENTS[name].checkout
         if checkout:
-            found[name]["versions"][checkout] = _commit(peers[checkout])
-    return found
+            records[name]["versions"][checkout] = _commit(peers[checkout])
+    return records
 
 
 def _commit(path: Path) -> str:
-    said = path / "COMMIT"
-    if said.exists():
-        return said.read_text().strip()
-    done = subprocess.run(
+    commit_file = path / "COMMIT"
+    if commit_file.exists():
+        return commit_file.read_text().strip()
+    process = subprocess.run(
         ["git", "-C", str(path), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() or "unknown"
+    return process.stdout.strip() or "unknown"
 
 
 def text_of(result: dict[str, Any]) -> str:
@@ -301,28 +303,30 @@ def page(record: dict[str, Any]) -> str:
         versions.append(
             f"| {row['title']} | {others} | {row['versions']['torch']} | {row['date']} | {row['seconds']} |"
         )
-    told = [f"- **{PROJECTS[name].title}.** {note}" for name in rows if (note := _note(name))]
-    said = [line for row in ran.values() for line in _messages(row)]
+    notes = [f"- **{PROJECTS[name].title}.** {note}" for name in rows if (note := _note(name))]
+    messages = [line for row in ran.values() for line in _messages(row)]
     absent = [f"- **{row['title']}**: {row['absent']}" for row in rows.values() if row.get("absent")]
     absent += [f"- **{title}**: {why}" for title, why in NOT_RUN.items()]
     text = TEMPLATE.format(
         table="\n".join(table),
         versions="\n".join(versions),
-        notes="\n".join(told),
-        messages="\n".join(said),
+        notes="\n".join(notes),
+        messages="\n".join(messages),
         absent="\n".join(absent),
         differences=_differences(ran),
         cpu=record["cpu"],
         python=record["python"],
         minutes=f"{sum(row['seconds'] for row in ran.values()) / 60:.0f}",
         words="\n".join(f"| {word} | {meaning} |" for word, meaning in WORDS.items()),
-        peers="".join(f" \\\n    --peer {each.checkout}=PATH" for each in _checkouts()),
+        peers="".join(f" \\\n    --peer {environment.checkout}=PATH" for environment in _checkouts()),
     )
     return text
 
 
 def _checkouts() -> list[Environment]:
-    return list({each.checkout: each for each in ENVIRONMENTS.values() if each.checkout}.values())
+    return list(
+        {environment.checkout: environment for environment in ENVIRONMENTS.values() if environment.checkout}.values()
+    )
 
 
 def _cell(row: dict[str, Any], kind: str) -> str:
@@ -330,7 +334,7 @@ def _cell(row: dict[str, Any], kind: str) -> str:
     cells = [row["cells"][layout.name] for layout in layouts([kind]) if layout.name in row["cells"]]
     if not cells:
         return "–"
-    words = [f"{each['relative']:.2g}" if each["word"] == "differs" else each["word"] for each in cells]
+    words = [f"{result['relative']:.2g}" if result["word"] == "differs" else result["word"] for result in cells]
     words = ["**bits**" if word == "bits" else word for word in words]
     return words[0] if len({*words}) == 1 else " / ".join(words)
 
@@ -344,23 +348,23 @@ def _note(name: str) -> str:
 def _messages(row: dict[str, Any]) -> list[str]:
     """What refusals and failures said, each message once."""
     by: dict[tuple[str, str], list[str]] = {}
-    for name, each in row["cells"].items():
-        if "message" in each:
-            where = f"{each['word']}{', in one process too' if each.get('in one process') else ''}"
+    for name, result in row["cells"].items():
+        if "message" in result:
+            heading = f"{result['word']}{', in one process too' if result.get('in one process') else ''}"
             kind, _, ranks = name.rpartition("-")
-            by.setdefault((where, each["message"]), []).append(f"{KINDS[kind][0]} on {ranks}")
-    return [f"| {row['title']} | {', '.join(names)} | {word} | `{said}` |" for (word, said), names in by.items()]
+            by.setdefault((heading, result["message"]), []).append(f"{KINDS[kind][0]} on {ranks}")
+    return [f"| {row['title']} | {', '.join(names)} | {word} | `{message}` |" for (word, message), names in by.items()]
 
 
 def _differences(ran: dict[str, Any]) -> str:
     """A row for each difference: its size, and the verdict of an audit."""
     lines = ["| project | layout | difference | weights that are equal | an audit says |", "|---|---|---|---|---|"]
     for row in ran.values():
-        for name, each in row["cells"].items():
-            if each["word"] in ("differs", "rounding"):
+        for name, result in row["cells"].items():
+            if result["word"] in ("differs", "rounding"):
                 kind, _, ranks = name.rpartition("-")
-                verdicts = ", ".join(f"{word} ({count})" for word, count in each.get("audit", {}).items())
-                figures = f"{each['relative']:.2g} | {each['equal']} of {each['of']} | {verdicts or '–'}"
+                verdicts = ", ".join(f"{word} ({count})" for word, count in result.get("audit", {}).items())
+                figures = f"{result['relative']:.2g} | {result['equal']} of {result['of']} | {verdicts or '–'}"
                 lines.append(f"| {row['title']} | {KINDS[kind][0]}, {ranks} ranks | {figures} |")
     return "\n".join(lines)
 
@@ -472,22 +476,22 @@ def main() -> None:
     if chosen.run:
         Path(chosen.json).write_text(json.dumps(measured(chosen.run, chosen.kinds)))
         return
-    peers = {name: Path(path).resolve() for name, _, path in (each.partition("=") for each in chosen.peer)}
+    peers = {name: Path(path).resolve() for name, _, path in (entry.partition("=") for entry in chosen.peer)}
     if chosen.page:
         PAGE.write_text(page(json.loads(RECORDED.read_text())))
         return
-    found = all_projects(chosen.projects, chosen.kinds, chosen.cache and chosen.cache.resolve(), peers)
-    for name, row in found.items():
-        print(name, row.get("absent", ""), {key: text_of(each) for key, each in row["cells"].items()})
+    records = all_projects(chosen.projects, chosen.kinds, chosen.cache and chosen.cache.resolve(), peers)
+    for name, row in records.items():
+        print(name, row.get("absent", ""), {key: text_of(entry) for key, entry in row["cells"].items()})
     if chosen.json:
         from benchmarks.contenders import Entries
         from benchmarks.report import write_json
 
         if Path(chosen.json).exists():
-            rows = json.loads(Path(chosen.json).read_text())["tables"] | found
-            found = {name: rows[name] for name in PROJECTS if name in rows}
+            rows = json.loads(Path(chosen.json).read_text())["tables"] | records
+            records = {name: rows[name] for name in PROJECTS if name in rows}
         facts = {"models": MODELS}
-        write_json(chosen.json, "-m benchmarks.studies.certificate", Entries((), (), {}), found, facts)
+        write_json(chosen.json, "-m benchmarks.studies.certificate", Entries((), (), {}), records, facts)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ TWO_DIMS = ("hsdp", "tp_dp")  # 2 × 2 ranks
 
 def layouts(kinds: Iterable[str]) -> list[Layout]:
     """The layouts of these columns, on 2 and on 4 ranks."""
-    each = ((kind, ranks) for kind in kinds for ranks in (2, 4) if ranks == 4 or kind not in TWO_DIMS)
-    return [Layout(kind, ranks, KINDS[kind][1]) for kind, ranks in each]
+    pairs = ((kind, ranks) for kind in kinds for ranks in (2, 4) if ranks == 4 or kind not in TWO_DIMS)
+    return [Layout(kind, ranks, KINDS[kind][1]) for kind, ranks in pairs]
 
 
 # ---------------------------------------------------------------- weights and gradients
@@ -238,7 +238,7 @@ def verdicts(optimizer: Any, model: nn.Module) -> dict[str, int]:
     return dict(Counter(row.verdict for row in muonmesh.audit(optimizer, model, groups=[group]).rows))
 
 
-def ours(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
+def muonmesh(parameters: list[nn.Parameter], layout: Layout, mesh: Any) -> Any:
     import muonmesh
 
     group = "world" if layout.kind == "ddp" else None
@@ -325,7 +325,7 @@ def dedicated(model: Model, mesh: Any) -> None:
 # ---------------------------------------------------------------- engines
 
 
-def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
+def deepspeed(its_muon: bool) -> Callable[[Layout, bool], Any]:
     """Return what runs a cell of DeepSpeed's engine, with its own Muon or with muonmesh."""
 
     def run(layout: Layout, audited: bool) -> Any:
@@ -337,7 +337,7 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
         stage = int(layout.kind.removeprefix("zero")) if layout.kind.startswith("zero") else 0
         elements = sum(parameter.numel() for parameter in model.parameters())
         config = config_of(stage, reduce_scatter=stage < 3, bf16=False, offload=False, elements=elements)
-        if own:
+        if its_muon:
             muon = {"type": "Muon", "params": {"lr": RATE}}
             config |= {"optimizer": muon, "zero_allow_untested_optimizer": True}
             package = importlib.import_module("deepspeed")
@@ -346,13 +346,13 @@ def deepspeed(own: bool) -> Callable[[Layout, bool], Any]:
             integration = importlib.import_module("muonmesh.integrations.deepspeed")
             settings = {"lr": RATE, "overrides": {"weight": "muon"}}
             engine = integration.initialize(model=model, config=config, optimizer=settings)[0]
-        found = [dict(zip(model.shapes, weights(engine), strict=True))]
+        snapshots = [dict(zip(model.shapes, weights(engine), strict=True))]
         for number in range(STEPS):
             engine.backward(engine(number, dist.get_rank(), layout.ranks))
             engine.step()
-            found.append(dict(zip(model.shapes, weights(engine), strict=True)))
+            snapshots.append(dict(zip(model.shapes, weights(engine), strict=True)))
         close(engine)
-        return found
+        return snapshots
 
     return run
 
@@ -391,7 +391,7 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         else:
             make = importlib.import_module("muonmesh.integrations.megatron").get_megatron_optimizer
             optimizer = make(config, chunks, muon={"lr": RATE})
-        found = [gathered.gather(gathered.held(parameters))]
+        snapshots = [gathered.gather(gathered.held(parameters))]
         for number in range(STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -403,8 +403,8 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
             for name, tensor in reduced.items():
                 assert torch.equal(tensor, gradient(name, number, tensor.shape)), f"{name}: another gradient"
             optimizer.step()
-            found.append(gathered.gather(gathered.held(parameters)))
-        return found
+            snapshots.append(gathered.gather(gathered.held(parameters)))
+        return snapshots
 
     return run
 
@@ -467,8 +467,8 @@ OF_MEGATRON = ("ddp", "tp", "tp_dp", "ep", "distributed")
 SHARDED = ("ddp", "fsdp2", "uneven", "hsdp")
 
 
-def _in_deepspeed(title: str, own: bool, note: str = "") -> Project:
-    return Project(title, deepspeed(own), OF_DEEPSPEED, "deepspeed", audits=False, note=note)
+def _in_deepspeed(title: str, its_muon: bool, note: str = "") -> Project:
+    return Project(title, deepspeed(its_muon), OF_DEEPSPEED, "deepspeed", audits=False, note=note)
 
 
 def _in_megatron(title: str, mode: str, note: str = "") -> Project:
@@ -476,8 +476,8 @@ def _in_megatron(title: str, mode: str, note: str = "") -> Project:
 
 
 PROJECTS = {
-    "muonmesh": Project("muonmesh", of_module(ours), OF_TORCH, "muonmesh"),
-    "muonmesh_deepspeed": _in_deepspeed("muonmesh in DeepSpeed", own=False),
+    "muonmesh": Project("muonmesh", of_module(muonmesh), OF_TORCH, "muonmesh"),
+    "muonmesh_deepspeed": _in_deepspeed("muonmesh in DeepSpeed", its_muon=False),
     "muonmesh_megatron": _in_megatron("muonmesh in Megatron-Core 0.16", ""),
     "muonmesh_megatron_next": _in_megatron("muonmesh in Megatron-Core 0.19", ""),
     "torch": Project(
@@ -497,7 +497,7 @@ PROJECTS = {
     ),
     "deepspeed": _in_deepspeed(
         "DeepSpeed's Muon",
-        own=True,
+        its_muon=True,
         note="The column DDP is ZeRO-0. `gradient_clipping` is 0, and `reduce_scatter` is off for ZeRO-3, where "
         "DeepSpeed's Muon refuses it.",
     ),

@@ -65,18 +65,18 @@ def busy(count: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in running:
-            one.kill()
-            one.wait()
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def switches() -> int:
     """How often threads of this process have lost a core to others."""
-    found = 0
+    total = 0
     for status in Path("/proc/self/task").glob("*/status"):
         line = next(line for line in status.read_text().splitlines() if line.startswith("nonvoluntary"))
-        found += int(line.split()[1])
-    return found
+        total += int(line.split()[1])
+    return total
 
 
 def _rank(rank: int, folder: str, layout: Layout, options: Options) -> None:
@@ -85,16 +85,16 @@ def _rank(rank: int, folder: str, layout: Layout, options: Options) -> None:
     if several:
         method = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=layout.ranks, timeout=PATIENCE)
-    found = {}
+    results = {}
     for name, shapes in options.cases:
         workload = Workload(shapes, 1, layout)
-        asked = [one for one in options.entries.contenders() if layout.kind in one.layouts]
-        steps = {one.name: one.build(workload.parameters, layout).step for one in asked}
+        contenders = [candidate for candidate in options.entries.contenders() if layout.kind in candidate.layouts]
+        steps = {candidate.name: candidate.build(workload.parameters, layout).step for candidate in contenders}
         for count in options.busy:
-            figures: dict[str, dict[str, list[float]]] = {each: {kind: [] for kind in KINDS} for each in steps}
+            figures: dict[str, dict[str, list[float]]] = {label: {kind: [] for kind in KINDS} for label in steps}
             with busy(count if rank == 0 else 0):
-                for turn in range(options.rounds + 2):
-                    for contender, step in list(steps.items())[:: 1 if turn % 2 else -1]:
+                for round_number in range(options.rounds + 2):
+                    for contender, step in list(steps.items())[:: 1 if round_number % 2 else -1]:
                         workload.refresh_gradients()
                         if several:
                             dist.barrier()
@@ -104,15 +104,17 @@ def _rank(rank: int, folder: str, layout: Layout, options: Options) -> None:
                         processor, lost = time.process_time() - processor, switches() - lost
                         if several:
                             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                        if turn >= 2:
+                        if round_number >= 2:
                             for kind, number in zip(KINDS, (took.item(), processor * 1e3, lost), strict=True):
                                 figures[contender][kind].append(round(number, 3))
-            found[name, count] = {"load": round(os.getloadavg()[0], 1), "milliseconds": figures}
+            results[name, count] = {"load": round(os.getloadavg()[0], 1), "milliseconds": figures}
             if rank == 0:
-                told = {each: some["ratio"] for each, some in summed_up(figures).items()}
-                print(f"{layout.title}, {name}, {count} busy, load {found[name, count]['load']}: {told}", flush=True)
+                ratios = {label: summary["ratio"] for label, summary in summed_up(figures).items()}
+                print(
+                    f"{layout.title}, {name}, {count} busy, load {results[name, count]['load']}: {ratios}", flush=True
+                )
     if rank == 0:
-        (Path(folder) / "found").write_bytes(pickle.dumps(found))
+        (Path(folder) / "found").write_bytes(pickle.dumps(results))
     if several:
         dist.barrier()
         dist.destroy_process_group()
@@ -123,8 +125,8 @@ def measure(layout: Layout, options: Options) -> dict[tuple[str, int], Any]:
     os.environ["OMP_NUM_THREADS"] = str(layout.threads)  # read when the ranks import torch
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(folder, layout, options), nprocs=layout.ranks)  # type: ignore[no-untyped-call]
-        found: dict[tuple[str, int], Any] = pickle.loads((Path(folder) / "found").read_bytes())
-    return found
+        results: dict[tuple[str, int], Any] = pickle.loads((Path(folder) / "found").read_bytes())
+    return results
 
 
 def summed_up(figures: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
@@ -132,12 +134,12 @@ def summed_up(figures: dict[str, dict[str, list[float]]]) -> dict[str, dict[str,
     torch_took = figures[TORCH]["wall"]
     return {
         name: {
-            "ratio": round(statistics.median(b / a for a, b in zip(some["wall"], torch_took, strict=True)), 3),
-            "wall": [round(value, 2) for value in quartiles(some["wall"])],
-            "processor": [round(value, 2) for value in quartiles(some["processor"])],
-            "lost": statistics.median(some["lost"]),
+            "ratio": round(statistics.median(b / a for a, b in zip(seconds["wall"], torch_took, strict=True)), 3),
+            "wall": [round(value, 2) for value in quartiles(seconds["wall"])],
+            "processor": [round(value, 2) for value in quartiles(seconds["processor"])],
+            "lost": statistics.median(seconds["lost"]),
         }
-        for name, some in figures.items()
+        for name, seconds in figures.items()
     }
 
 
@@ -155,7 +157,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     chosen = parser.parse_args()
     cases = (
-        CASES if chosen.shapes is None else [(",".join(f"{m}x{n}" for m, n in some), some) for some in chosen.shapes]
+        CASES
+        if chosen.shapes is None
+        else [(",".join(f"{m}x{n}" for m, n in shapes), shapes) for shapes in chosen.shapes]
     )
     entries = Entries(("ours", "torch"), tuple(chosen.ours), {})
     options = Options(cases, chosen.busy, chosen.rounds, entries)
@@ -164,15 +168,15 @@ def main() -> None:
     slower = []
     for key in chosen.layouts:
         rows = []
-        for (name, count), found in measure(LAYOUTS[key], options).items():
-            told = summed_up(found["milliseconds"])
-            tables.setdefault(key, {}).setdefault(name, {})[f"{count} busy"] = {"summary": told, **found}
-            for contender, some in told.items():
-                (low, middle, high), processor = some["wall"], some["processor"][1]
+        for (name, count), result in measure(LAYOUTS[key], options).items():
+            summaries = summed_up(result["milliseconds"])
+            tables.setdefault(key, {}).setdefault(name, {})[f"{count} busy"] = {"summary": summaries, **result}
+            for contender, shapes in summaries.items():
+                (low, middle, high), processor = shapes["wall"], shapes["processor"][1]
                 wall = f"{middle:.1f} ({low:.1f} – {high:.1f})"
-                rows.append([f"{name}, {count} busy", contender, f"{some['ratio']:.2f}", wall, f"{processor:.1f}"])
-            if told[OURS]["ratio"] < 1:
-                slower.append(f"{LAYOUTS[key].title}, {name}, {count} busy: {told[OURS]['ratio']}")
+                rows.append([f"{name}, {count} busy", contender, f"{shapes['ratio']:.2f}", wall, f"{processor:.1f}"])
+            if summaries[OURS]["ratio"] < 1:
+                slower.append(f"{LAYOUTS[key].title}, {name}, {count} busy: {summaries[OURS]['ratio']}")
         print_rows(LAYOUTS[key].title, ["", "", "torch's time / its", "wall, ms", "processor, ms"], rows)
     if chosen.json:
         write_json(chosen.json, "benchmarks/studies/contended.py", entries, tables, {"load_before": before})

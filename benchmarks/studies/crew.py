@@ -65,19 +65,19 @@ class Crew:
         for pipe in wait(list(by_pipe), timeout):
             worker = by_pipe[pipe]  # type: ignore[index]
             try:
-                said = worker.pipe.recv()
+                answer = worker.pipe.recv()
             except (EOFError, OSError):
-                said = {"error": "the process ended"}
+                answer = {"error": "the process ended"}
             job, worker.job = worker.job, None
-            if said == "ready":
+            if answer == "ready":
                 worker.is_ready = True
                 continue
-            if "error" in said:
+            if "error" in answer:
                 self._replace(worker)
             if job is not None:
-                yield job, said
+                yield job, answer
             else:
-                print(f"a worker could not begin: {said['error']}", flush=True)
+                print(f"a worker could not begin: {answer['error']}", flush=True)
 
     def end(self) -> None:
         """End all processes at once."""
@@ -98,11 +98,11 @@ class Crew:
 
     def _started(self) -> Worker:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self.prepare, self.settings), daemon=True)
+        pipe, worker_end = context.Pipe()
+        process = context.Process(target=_work, args=(worker_end, self.prepare, self.settings), daemon=True)
         process.start()
-        theirs.close()
-        return Worker(process, ours)
+        worker_end.close()
+        return Worker(process, pipe)
 
 
 def _work(pipe: Connection, prepare: Callable[[Any], Train], settings: Any) -> None:

@@ -68,8 +68,8 @@ def plateaus() -> Iterator[tuple[str, Tensor]]:
         for steps, rest in PLATEAUS:
             values = torch.cat([torch.full((count,), height) for count, height in steps]).double()
             values = torch.cat([values, torch.full((rows - len(values),), rest, dtype=torch.float64)])
-            told = ", ".join(f"{count} at {height}" for count, height in steps)
-            yield f"{told}, rest {rest}, {rows}×{cols}", with_values(values, rows, cols)
+            label = ", ".join(f"{count} at {height}" for count, height in steps)
+            yield f"{label}, rest {rest}, {rows}×{cols}", with_values(values, rows, cols)
 
 
 def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
@@ -98,31 +98,33 @@ def judged(
     """
     wide = x.double()
     wide = wide / wide.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    squares, u = (found.flip(-1) for found in torch.linalg.eigh(wide @ wide.mT))
+    squares, u = (errors.flip(-1) for errors in torch.linalg.eigh(wide @ wide.mT))
     s = squares.clamp_min(0).sqrt()
     count = int((s > s[0] * directions).sum())
     u = u[:, :count]
     vh = u.mT @ wide / s[:count, None]
-    found = {}
+    errors = {}
     for name, run in contenders.items():
         result = run(x).double()
         wrong = u.mT @ result @ vh.mT - torch.eye(count, dtype=torch.float64) if directions else result - u @ vh
         largest = torch.linalg.eigvalsh((result @ result.mT).nan_to_num(math.inf, math.inf))[-1].clamp_min(0).sqrt()
-        found[name] = {"polar": float(wrong.norm()) / max(1, count) ** 0.5, "largest": float(largest)}
-    return found
+        errors[name] = {"polar": float(wrong.norm()) / max(1, count) ** 0.5, "largest": float(largest)}
+    return errors
 
 
 def broken(row: dict[str, Any], part: str) -> list[str]:
     """Say which bounds a matrix breaks."""
-    told = []
+    faults = []
     for products in PRODUCTS:
-        usual, found = row[f"polar_express, {products}"], row[f"deflated, {products}"]
+        usual, judged_row = row[f"polar_express, {products}"], row[f"deflated, {products}"]
         bound = usual["polar"] if part == "momentum" else max(1.1 * usual["polar"], 0.1)
-        if not found["polar"] <= bound:
-            told.append(f"{row['input']}, {products}: error {found['polar']:.4f}, Polar Express's {usual['polar']:.4f}")
-        if not found["largest"] <= (1.15 if part == "momentum" else 1.3):
-            told.append(f"{row['input']}, {products}: largest singular value {found['largest']:.3f}")
-    return told
+        if not judged_row["polar"] <= bound:
+            faults.append(
+                f"{row['input']}, {products}: error {judged_row['polar']:.4f}, Polar Express's {usual['polar']:.4f}"
+            )
+        if not judged_row["largest"] <= (1.15 if part == "momentum" else 1.3):
+            faults.append(f"{row['input']}, {products}: largest singular value {judged_row['largest']:.3f}")
+    return faults
 
 
 def main() -> None:
@@ -138,10 +140,10 @@ def main() -> None:
     for name, x in inputs(options.part, options.momentum):
         row = {"input": name, "shape": list(x.shape)}
         row |= judged(x.bfloat16().contiguous(), CONTENDERS, directions=1 / 2000 if options.part == "stress" else 0)
-        told = broken(row, options.part)
-        print(*told, sep="\n", end="\n" if told else "", flush=True)
+        faults = broken(row, options.part)
+        print(*faults, sep="\n", end="\n" if faults else "", flush=True)
         table.append(row)
-        wrong += told
+        wrong += faults
     for products in PRODUCTS:
         ratios = [row[f"deflated, {products}"]["polar"] / row[f"polar_express, {products}"]["polar"] for row in table]
         largest = max(row[f"deflated, {products}"]["largest"] for row in table)

@@ -88,9 +88,9 @@ class Text:
 
     def __init__(self, corpus: Any, device: torch.device) -> None:
         self.vocab, self.device = corpus.vocab, device
-        self.tokens, self.held = (
-            torch.from_numpy(np.array(some, dtype=np.int64)).to(device)
-            for some in (corpus.train(), corpus.validation())
+        self.tokens, self.held_out_tokens = (
+            torch.from_numpy(np.array(tokens, dtype=np.int64)).to(device)
+            for tokens in (corpus.train(), corpus.validation())
         )
 
     def order(self, size: Size, steps: int, seed: int) -> Tensor:
@@ -107,9 +107,9 @@ class Text:
 
     def held_out(self, size: Size) -> Tensor:
         """Return the windows that are held out, at equal distances, (size.held_out, context + 1)."""
-        count = (len(self.held) - 1) // size.context
+        count = (len(self.held_out_tokens) - 1) // size.context
         starts = torch.arange(size.held_out, device=self.device) * count // size.held_out * size.context
-        return self.held[starts[:, None] + torch.arange(size.context + 1, device=self.device)]
+        return self.held_out_tokens[starts[:, None] + torch.arange(size.context + 1, device=self.device)]
 
 
 def norm(x: Tensor) -> Tensor:

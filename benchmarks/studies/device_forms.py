@@ -72,15 +72,15 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
         device=torch.device("cuda"),
     )
     out = torch.empty_like(x)[None]
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(x[None], out, overwrite=False)
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([x[None]], [out], overwrite=False)
     assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
     return out[0]
 
 
 def _in_a_batch(form: Orthogonalizer, x: Tensor) -> Tensor:
-    both = torch.stack([x.flip(0) * 3, x])
-    out = torch.empty_like(both)
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run(both, out, overwrite=True)
+    pair = torch.stack([x.flip(0) * 3, x])
+    out = torch.empty_like(pair)
+    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([pair], [out], overwrite=True)
     return out[1]
 
 
@@ -109,14 +109,14 @@ def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
 
 def broken(row: dict[str, Any], part: str, name: str) -> list[str]:
     """Say which bounds a matrix breaks."""
-    usual, found, label = row["bf16"], row[name], f"{row['input']}, {name}"
+    usual, judged_row, label = row["bf16"], row[name], f"{row['input']}, {name}"
     momentum = part == "momentum"
     bound = usual["polar"] * 1.0005 if momentum else max(1.1 * usual["polar"], 0.1)
     wrong = []
-    if not found["polar"] <= bound:
-        wrong.append(f"{label}: error {found['polar']:.4f}, in bf16 {usual['polar']:.4f}")
-    if not found["largest"] <= (1.15 if momentum else 1.3):
-        wrong.append(f"{label}: largest singular value {found['largest']:.3f}")
+    if not judged_row["polar"] <= bound:
+        wrong.append(f"{label}: error {judged_row['polar']:.4f}, in bf16 {usual['polar']:.4f}")
+    if not judged_row["largest"] <= (1.15 if momentum else 1.3):
+        wrong.append(f"{label}: largest singular value {judged_row['largest']:.3f}")
     return wrong
 
 
@@ -136,22 +136,28 @@ def main() -> None:
         directions = 1 / 2000 if options.part in ("stress", "ranks") else 0
         row = {"input": name, "shape": list(x.shape), **criteria.judged(narrow, CONTENDERS, directions=directions)}
         table.append(row)
-        print(*(line for each in list(CONTENDERS)[1:] for line in broken(row, options.part, each)), sep="\n", end="")
-    found: dict[str, Any] = {"matrices": len(table)}
+        print(
+            *(line for contender in list(CONTENDERS)[1:] for line in broken(row, options.part, contender)),
+            sep="\n",
+            end="",
+        )
+    summary: dict[str, Any] = {"matrices": len(table)}
     for name in CONTENDERS:
-        found[name] = {
+        summary[name] = {
             "middle error": statistics.median(row[name]["polar"] for row in table),
             "middle over bf16": statistics.median(row[name]["polar"] / row["bf16"]["polar"] for row in table),
             "most over bf16": max(row[name]["polar"] / row["bf16"]["polar"] for row in table),
             "largest": max(row[name]["largest"] for row in table),
             "broken": [line for row in table if name != "bf16" for line in broken(row, options.part, name)],
         }
-        numbers = {key: round(value, 4) for key, value in found[name].items() if key != "broken"}
-        print(f"\n{options.part}, {len(table)} matrices, {name}: {numbers}, {len(found[name]['broken'])} bounds broken")
-    kept = json.loads(options.json.read_text()) if options.json.exists() else {}
-    kept |= {"torch": torch.__version__, options.part: found | {"table": table}}
-    options.json.write_text(json.dumps(kept, indent=1) + "\n")
-    raise SystemExit(any(found[name]["broken"] for name in CONTENDERS))
+        numbers = {key: round(value, 4) for key, value in summary[name].items() if key != "broken"}
+        print(
+            f"\n{options.part}, {len(table)} matrices, {name}: {numbers}, {len(summary[name]['broken'])} bounds broken"
+        )
+    record = json.loads(options.json.read_text()) if options.json.exists() else {}
+    record |= {"torch": torch.__version__, options.part: summary | {"table": table}}
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    raise SystemExit(any(summary[name]["broken"] for name in CONTENDERS))
 
 
 if __name__ == "__main__":

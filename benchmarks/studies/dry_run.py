@@ -93,12 +93,12 @@ CASES = {
 }
 
 
-def ours(model: nn.Module, budget: float | None = None) -> torch.optim.Optimizer:
+def muonmesh_optimizer(model: nn.Module, budget: float | None = None) -> torch.optim.Optimizer:
     """Muon with its defaults, but for its budget."""
     return mm.Muon(list(model.named_parameters()), lr=0.02, memory_budget_mb=budget)
 
 
-def theirs(model: nn.Module) -> torch.optim.Optimizer:
+def torch_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """torch.optim's Muon."""
     return torch.optim.Muon(list(model.parameters()), lr=0.02)
 
@@ -120,17 +120,17 @@ def main() -> None:
     for name in arguments.cases:
         case = CASES[name]
         contenders: dict[str, Any] = {
-            "muonmesh" if budget is None else f"muonmesh {budget:g}": partial(ours, budget=budget)
+            "muonmesh" if budget is None else f"muonmesh {budget:g}": partial(muonmesh_optimizer, budget=budget)
             for budget in arguments.budgets
         }
-        contenders |= {} if case.mesh else {"torch": theirs, "adamw": adamw}
+        contenders |= {} if case.mesh else {"torch": torch_optimizer, "adamw": adamw}
         for title, optimizer in contenders.items():
             run = case.run(optimizer, steps=1)
             counts = [f"{count:,}" for count in (run.launches, run.operations, run.collectives)]
             memory = [f"{size / 2**20:,.0f}" for size in (run.peak_bytes, run.kept_bytes)]
             milliseconds = f"{run.best_seconds * 1e3:,.2f} to {run.seconds * 1e3:,.2f}"
-            told = case.title if title == "muonmesh" else f"  {title}"
-            rows.append([told, *counts, f"{run.bytes_per_element:.1f}", *memory, milliseconds])
+            label = case.title if title == "muonmesh" else f"  {title}"
+            rows.append([label, *counts, f"{run.bytes_per_element:.1f}", *memory, milliseconds])
             figures.append(
                 {
                     "case": name,

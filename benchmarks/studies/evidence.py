@@ -36,7 +36,18 @@ from typing import Any
 import torch
 from benchmarks.studies.crew import Crew, Train
 from benchmarks.studies.decoder import Decoder, Size, Text, loss
-from benchmarks.studies.sweep import BUDGETS, RULES, Job, chosen, final, left, middle, rate_at, record, steps_to
+from benchmarks.studies.sweep import (
+    BUDGETS,
+    RULES,
+    Job,
+    chosen,
+    final,
+    middle,
+    rate_at,
+    record,
+    remaining_jobs,
+    steps_to,
+)
 from torch import Tensor, nn
 
 import muonmesh as mm
@@ -98,7 +109,7 @@ def train(job: Job, text: Text, steps: int) -> dict[str, Any]:
     """One training: validation losses by step, the peak rate, and seconds, which neighbors make longer."""
     started, size = time.perf_counter(), SIZES[job.size]
     model, optimizer = build(job, text.vocab, text.device)
-    held, order = text.held_out(size), text.order(size, steps, job.seed)
+    held_out, order = text.held_out(size), text.order(size, steps, job.seed)
     peaks = [group["lr"] for group in optimizer.param_groups]
     measured, every = list[tuple[int, Tensor]](), max(1, steps // POINTS)
     for step in range(steps):
@@ -109,7 +120,7 @@ def train(job: Job, text: Text, steps: int) -> dict[str, Any]:
         take_step(model, optimizer, text.window(order[step], size.context))
         if (step + 1) % every == 0 or step + 1 == steps:
             with torch.no_grad():
-                measured.append((step + 1, loss(model, held)))
+                measured.append((step + 1, loss(model, held_out)))
     losses = torch.stack([value for _, value in measured]).tolist()  # the one wait for the device
     curve = [(step, round(value, 5)) for (step, _), value in zip(measured, losses, strict=True)]
     alive = next((i for i, (_, value) in enumerate(curve) if not math.isfinite(value)), len(curve))
@@ -149,8 +160,8 @@ def timing(
 
     A rule that takes more than `slowest` seconds a step gets one turn, and all get few after the time `until`.
     """
-    held: dict[str, tuple[nn.Module, mm.Muon]] = {}
-    found: dict[str, list[float]] = {rule: [] for rule in rules}
+    trained: dict[str, tuple[nn.Module, mm.Muon]] = {}
+    times: dict[str, list[float]] = {rule: [] for rule in rules}
     kind = text.device.type
     turns, steps = BLOCKS[kind]
     batch = text.window(text.order(SIZES[size], 1, 0)[0], SIZES[size].context)
@@ -160,22 +171,22 @@ def timing(
         clock = time.perf_counter if kind == "cuda" else time.process_time
         started = clock()
         for _ in range(count):
-            take_step(*held[rule], batch)
+            take_step(*trained[rule], batch)
         wait_for(text.device)
         return (clock() - started) / count
 
     for rule in rules:
-        held[rule] = build(Job(size, rule, 0.5, 0.1, 0), text.vocab, text.device)
+        trained[rule] = build(Job(size, rule, 0.5, 0.1, 0), text.vocab, text.device)
         block(rule, WARM_STEPS)
     quiet()
-    for turn in range(turns):
+    for round_number in range(turns):
         for rule in rules:
-            slow = bool(found[rule]) and found[rule][0] > slowest
-            if (turn < 3 or time.monotonic() < until) and not slow:
-                found[rule].append(block(rule, steps))
-    held.clear()
+            slow = bool(times[rule]) and times[rule][0] > slowest
+            if (round_number < 3 or time.monotonic() < until) and not slow:
+                times[rule].append(block(rule, steps))
+    trained.clear()
     torch.cuda.empty_cache()  # nothing without CUDA
-    return {rule: round(1000 * statistics.median(some), 3) for rule, some in found.items()}
+    return {rule: round(1000 * statistics.median(values), 3) for rule, values in times.items()}
 
 
 def wait_for(device: torch.device) -> None:
@@ -190,7 +201,7 @@ class Lines:
         self.path, self.records = path, [*earlier]
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")  # it may be the file that they were read from
-        beside.write_text("".join(json.dumps(each) + "\n" for each in earlier))
+        beside.write_text("".join(json.dumps(record) + "\n" for record in earlier))
         os.replace(beside, path)
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -221,11 +232,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def milliseconds(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the milliseconds of a step by size and rule, as they were measured last."""
-    found: dict[str, dict[str, float]] = {}
-    for each in records:
-        if each["kind"] == "timing":
-            found.setdefault(each["size"], {}).update(each["milliseconds"])
-    return found
+    times: dict[str, dict[str, float]] = {}
+    for entry in records:
+        if entry["kind"] == "timing":
+            times.setdefault(entry["size"], {}).update(entry["milliseconds"])
+    return times
 
 
 class Comparison:
@@ -238,22 +249,27 @@ class Comparison:
 
     def rules(self, size: str) -> list[str]:
         """Return the rules that are still tried at a size: which are neither too slow nor fail."""
-        known, limit = milliseconds(self.lines.records).get(size, {}), 1000 * self.options.longest / self.options.steps
-        own: dict[str, list[float]] = {}
+        known_times, limit = (
+            milliseconds(self.lines.records).get(size, {}),
+            1000 * self.options.longest / self.options.steps,
+        )
+        seconds_by_rule: dict[str, list[float]] = {}
         for run in self.lines.runs():
             if run["size"] == size:
-                own.setdefault(run["rule"], []).append(run["seconds"])
-        usual = statistics.median([seconds for some in own.values() for seconds in some] or [math.inf])
-        slow = {rule for rule, seconds in own.items() if rule != "adamw" and min(seconds) > TOO_SLOW * usual}
+                seconds_by_rule.setdefault(run["rule"], []).append(run["seconds"])
+        usual = statistics.median([seconds for times in seconds_by_rule.values() for seconds in times] or [math.inf])
+        slow = {
+            rule for rule, seconds in seconds_by_rule.items() if rule != "adamw" and min(seconds) > TOO_SLOW * usual
+        }
         failed = [job.rule for job in self.failed if job.size == size]
-        rules = [rule for rule in self.options.rules if known.get(rule, math.inf if known else 0) <= limit]
+        rules = [rule for rule in self.options.rules if known_times.get(rule, math.inf if known_times else 0) <= limit]
         return [rule for rule in rules if rule not in slow and failed.count(rule) < FAILURES]
 
     def next(self, running: Sequence[Job]) -> Job | None:
         """Return the training that is to begin now; None if there is none that would end in time."""
         runs = [*self.lines.runs(), *(record(job, {"validation": []}) for job in self.failed)]
         for size in self.options.sizes:
-            for job in left(runs, [size], self.rules(size), BUDGETS[self.options.budget], self.options.seeds):
+            for job in remaining_jobs(runs, [size], self.rules(size), BUDGETS[self.options.budget], self.options.seeds):
                 if job not in running and time.monotonic() + MARGIN * self.estimate(job) <= self.until:
                     return job
         return None
@@ -261,9 +277,9 @@ class Comparison:
     def estimate(self, job: Job) -> float:
         """Return the seconds that a training may take: the longest of its kind; of others of its size; alone."""
         same = [run for run in self.lines.runs() if run["size"] == job.size]
-        own = [run["seconds"] for run in same if run["rule"] == job.rule] or [run["seconds"] for run in same]
+        times = [run["seconds"] for run in same if run["rule"] == job.rule] or [run["seconds"] for run in same]
         alone = milliseconds(self.lines.records).get(job.size, {}).get(job.rule, 0) * self.options.steps / 1000
-        return float(max([*own, alone]))
+        return float(max([*times, alone]))
 
     def work(self, crew: Crew) -> None:
         """Let the crew train until nothing is left, or the time is over."""
@@ -279,32 +295,32 @@ class Comparison:
             if time.monotonic() >= self.until:
                 print(f"the time is over; {len(crew.running())} trainings are given up", flush=True)
                 return
-            for job, found in crew.finished(min(1.0, max(0.0, self.until - time.monotonic()))):
-                self.note(job, found)
+            for job, result in crew.finished(min(1.0, max(0.0, self.until - time.monotonic()))):
+                self.note(job, result)
 
-    def note(self, job: Job, found: Mapping[str, Any]) -> None:
+    def note(self, job: Job, result: Mapping[str, Any]) -> None:
         """Keep what a training found."""
-        if "error" in found:
+        if "error" in result:
             self.failed.append(job)
-            self.lines.add({**record(job, found), "kind": "error"})
+            self.lines.add({**record(job, result), "kind": "error"})
         else:
-            self.lines.add(record(job, found))
-        said = found.get("error") or f"{final(found):.4f} in {found['seconds']:.1f} s"
-        print(f"{job.size} {job.rule} × {job.multiple:g}, decay {job.decay:g}, seed {job.seed}: {said}", flush=True)
+            self.lines.add(record(job, result))
+        message = result.get("error") or f"{final(result):.4f} in {result['seconds']:.1f} s"
+        print(f"{job.size} {job.rule} × {job.multiple:g}, decay {job.decay:g}, seed {job.seed}: {message}", flush=True)
 
 
 def table(runs: Sequence[Mapping[str, Any]], times: Mapping[str, float]) -> list[list[str]]:
     """The rows of one size, as `HEADINGS` says; the last three are to AdamW's final loss, for a step, and to it."""
     target, rows = statistics.mean(final(run) for run in chosen(runs, "adamw")), []
     for rule in (rule for rule in RULES if any(run["rule"] == rule for run in runs)):
-        own = chosen(runs, rule)
-        losses, steps = [final(run) for run in own], steps_to(middle(own), target)
+        trainings = chosen(runs, rule)
+        losses, steps = [final(run) for run in trainings], steps_to(middle(trainings), target)
         reached, cost = math.isfinite(steps), times.get(rule)
         rows.append(
             [
                 f"`{rule}`" if rule != "adamw" else "AdamW",
-                f"{own[0]['lr']:.1e}".replace("e-0", "e-"),
-                f"{own[0]['decay']:g}",
+                f"{trainings[0]['lr']:.1e}".replace("e-0", "e-"),
+                f"{trainings[0]['decay']:g}",
                 f"{sum(run['rule'] == rule for run in runs)}",
                 f"{statistics.mean(losses):.3f}",
                 f"{max(losses) - min(losses):.3f}",
@@ -322,9 +338,9 @@ HEADINGS = ("rule", "rate", "decay", "trainings", "loss", "spread", "steps", "ms
 def by_size(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Return the trainings of each size at which AdamW, and so a target, is among them."""
     sizes: dict[str, list[Mapping[str, Any]]] = {}
-    for each in records:
-        if each["kind"] == "run":
-            sizes.setdefault(each["size"], []).append(each)
+    for entry in records:
+        if entry["kind"] == "run":
+            sizes.setdefault(entry["size"], []).append(entry)
     return {size: sizes[size] for size in SIZES if any(run["rule"] == "adamw" for run in sizes.get(size, []))}
 
 
@@ -336,25 +352,25 @@ def show(records: Sequence[Mapping[str, Any]]) -> None:
         print(f"| {' | '.join(HEADINGS)} |\n|{' --- |' * len(HEADINGS)}")
         for row in table(runs, times.get(size, {})):
             print(f"| {' | '.join(row)} |")
-    for each in records:
-        if each["kind"] == "error":
-            print(f"failed: {each['size']} {each['rule']}: {each['error']}")
+    for entry in records:
+        if entry["kind"] == "error":
+            print(f"failed: {entry['size']} {entry['rule']}: {entry['error']}")
 
 
 def write_summary(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write what the pages and the picture are made of: a line for each training."""
     content = {
-        "about": [each for each in records if each["kind"] == "about"],
+        "about": [record for record in records if record["kind"] == "about"],
         "milliseconds": milliseconds(records),
-        "errors": [each for each in records if each["kind"] == "error"],
+        "errors": [record for record in records if record["kind"] == "error"],
     }
-    kept = (
+    summary = (
         {key: run[key] for key in ("size", "rule", "multiple", "decay", "seed", "lr", "seconds", "validation")}
         for runs in by_size(records).values()
         for run in runs
     )
     head = json.dumps(content, indent=1).removesuffix("\n}")
-    path.write_text(head + ',\n "runs": [\n  ' + ",\n  ".join(json.dumps(run) for run in kept) + "\n ]\n}\n")
+    path.write_text(head + ',\n "runs": [\n  ' + ",\n  ".join(json.dumps(run) for run in summary) + "\n ]\n}\n")
 
 
 def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -398,9 +414,9 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 @contextmanager
-def shared_device(wanted: bool) -> Iterator[None]:
+def shared_device(shared: bool) -> Iterator[None]:
     """Let processes share a GPU's time by CUDA's multi-process service where it starts; else they take turns."""
-    if not wanted:
+    if not shared:
         yield
         return
     folder = tempfile.mkdtemp(prefix="mps-")
@@ -454,13 +470,13 @@ def measure_steps(lines: Lines, options: argparse.Namespace, corpus: Any, until:
     text, limit = Text(corpus, torch.device(options.device)), options.longest / options.steps
     slow: set[str] = set()
     for size in options.sizes:
-        known = milliseconds(lines.records).get(size, {})
-        missing = [rule for rule in options.rules if rule not in known and rule not in slow]
+        measured = milliseconds(lines.records).get(size, {})
+        missing = [rule for rule in options.rules if rule not in measured and rule not in slow]
         if missing:
-            known = timing(size, missing, text, slowest=limit, until=until, quiet=lambda: crew.gather(60))
-            lines.add({"kind": "timing", "size": size, "milliseconds": known})
-            print(f"{size}, milliseconds of a step: {known}", flush=True)
-        slow |= {rule for rule, cost in known.items() if cost > 1000 * limit}
+            measured = timing(size, missing, text, slowest=limit, until=until, quiet=lambda: crew.gather(60))
+            lines.add({"kind": "timing", "size": size, "milliseconds": measured})
+            print(f"{size}, milliseconds of a step: {measured}", flush=True)
+        slow |= {rule for rule, cost in measured.items() if cost > 1000 * limit}
     if slow:
         print(f"left out, because a training takes longer than {options.longest:g} s: {sorted(slow)}", flush=True)
 
@@ -502,9 +518,9 @@ def compare(options: argparse.Namespace, started: float) -> list[Mapping[str, An
     """Train, and return the records."""
     corpus = prepare_corpus((), vocab=VOCAB, cache=options.cache)
     says, earlier = about(options, corpus), read(options.resume) if options.resume else []
-    for each in earlier:
-        if each["kind"] == "about" and each["same"] != says["same"]:
-            raise SystemExit(f"{options.resume} was made with {each['same']}, and this is {says['same']}")
+    for entry in earlier:
+        if entry["kind"] == "about" and entry["same"] != says["same"]:
+            raise SystemExit(f"{options.resume} was made with {entry['same']}, and this is {says['same']}")
     lines = Lines(options.out, earlier)
     lines.add(says)
     print(f"{time.monotonic() - started:.1f} s: the text is ready", flush=True)

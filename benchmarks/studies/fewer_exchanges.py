@@ -43,20 +43,20 @@ PERIOD = 5
 RANKS = (4, 8, 64)
 
 
-def share_of_bytes(way: str, ranks: int) -> float:
+def share_of_bytes(variant: str, ranks: int) -> float:
     """Bytes of the exchange under FSDP2 over those of plain Muon.
 
     A matrix sends all but its owner's part, (R - 1)/R of it, and a block of rows all but the part of the rank that
     orthogonalizes it, 1 - N/R of the matrix for N blocks. A block inside one rank sends nothing.
     """
-    if not way.startswith("blocks"):
+    if not variant.startswith("blocks"):
         return 1.0
-    rare = max(0.0, 1 - blocks_of(way) / ranks) / (1 - 1 / ranks)
+    rare = max(0.0, 1 - blocks_of(variant) / ranks) / (1 - 1 / ranks)
     return (1 + (PERIOD - 1) * rare) / PERIOD
 
 
-def blocks_of(way: str) -> int:
-    return int(way.rpartition(" ")[2])
+def blocks_of(variant: str) -> int:
+    return int(variant.rpartition(" ")[2])
 
 
 def by_blocks(step: MuonStep, assignments: Sequence[int], batch: Tensor, out: Tensor, blocks: int) -> None:
@@ -65,64 +65,65 @@ def by_blocks(step: MuonStep, assignments: Sequence[int], batch: Tensor, out: Te
     rows, cols = matrix.rows, matrix.cols
     dim = 1 if tuple(batch.shape[1:]) == (rows, cols) else 2
     cut = torch.stack(batch.chunk(blocks, dim), 1)
-    done = orthogonalize(cut, coefficients="auto") * sqrt(max(rows // blocks, cols) / max(rows, cols))
-    torch.cat(done.unbind(1), dim, out=out)
+    result = orthogonalize(cut, coefficients="auto") * sqrt(max(rows // blocks, cols) / max(rows, cols))
+    torch.cat(result.unbind(1), dim, out=out)
 
 
 @contextmanager
-def exchanged(way: str) -> Iterator[None]:
+def exchanged(variant: str) -> Iterator[None]:
     """Let owners hand out what a way hands out; for one optimizer, whose steps are counted by matrix."""
-    own = MuonStep.compute
+    compute = MuonStep.compute
     steps: dict[int, int] = {}
     last: dict[int, list[Tensor]] = {}  # by the first matrix of a batch: results of the two steps before
 
-    def changed(step: MuonStep, assignments: Any, batch: Tensor, out: Tensor) -> None:
+    def changed(step: MuonStep, assignments: Any, batches: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         key = assignments[0]
         steps[key] = steps.get(key, -1) + 1
-        if way.startswith("blocks") and steps[key] % PERIOD:
-            by_blocks(step, assignments, batch, out, blocks_of(way))
+        (batch,), (out,) = batches, outs  # on a CPU all have one shape
+        if variant.startswith("blocks") and steps[key] % PERIOD:
+            by_blocks(step, assignments, batch, out, blocks_of(variant))
             return
-        own(step, assignments, batch, out)
-        if way in ("delayed", "corrected"):
+        compute(step, assignments, batches, outs)
+        if variant in ("delayed", "corrected"):
             before, earlier = last.get(key) or [torch.zeros_like(out)] * 2
             last[key] = [out.clone(), before]
-            out.copy_(before if way == "delayed" else 2 * before - earlier)
+            out.copy_(before if variant == "delayed" else 2 * before - earlier)
 
     MuonStep.compute = changed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MuonStep.compute = own  # type: ignore[method-assign]
+        MuonStep.compute = compute  # type: ignore[method-assign]
 
 
-def best(runs: Sequence[dict[str, Any]], model: str, way: str) -> list[dict[str, Any]]:
+def best(runs: Sequence[dict[str, Any]], model: str, variant: str) -> list[dict[str, Any]]:
     """The trainings of a model in one way at the multiple that is best for the first seed."""
-    own = [run for run in runs if (run["model"], run["way"]) == (model, way)]
-    chosen = min((run for run in own if run["seed"] == 0), key=sweep.final)["multiple"]
-    return [run for run in own if run["multiple"] == chosen]
+    trainings = [run for run in runs if (run["model"], run["way"]) == (model, variant)]
+    chosen = min((run for run in trainings if run["seed"] == 0), key=sweep.final)["multiple"]
+    return [run for run in trainings if run["multiple"] == chosen]
 
 
-def steps_lost(runs: Sequence[dict[str, Any]], model: str, way: str) -> float:
+def steps_lost(runs: Sequence[dict[str, Any]], model: str, variant: str) -> float:
     """How many steps before its end plain Muon had a way's last loss, or, below 0, the way had plain Muon's."""
-    plain, own = (sweep.middle(best(runs, model, name)) for name in ("plain", way))
+    plain, changed = (sweep.middle(best(runs, model, name)) for name in ("plain", variant))
     steps = plain["validation"][-1][0]
-    lost = steps - sweep.steps_to(plain, sweep.final(own))
-    return float(lost if lost >= 0 else sweep.steps_to(own, sweep.final(plain)) - steps)
+    lost = steps - sweep.steps_to(plain, sweep.final(changed))
+    return float(lost if lost >= 0 else sweep.steps_to(changed, sweep.final(plain)) - steps)
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     """The table of benchmarks/reports/fewer-exchanges.md, a row for each model and way."""
-    found = []
-    for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
-        own, plain = best(runs, model, way), best(runs, model, "plain")
+    lines = []
+    for model, variant in dict.fromkeys((run["model"], run["way"]) for run in runs):
+        changed, plain = best(runs, model, variant), best(runs, model, "plain")
         start = {run["seed"]: sweep.final(run) for run in plain}
-        gaps = ", ".join(f"{sweep.final(run) - start[run['seed']]:+.3f}" for run in own if way != "plain")
-        lost = "" if way == "plain" else f"{steps_lost(runs, model, way):.0f}"
-        ends = f"{statistics.mean(map(sweep.final, own)):.3f}"
-        shares = " | ".join(f"{share_of_bytes(way, ranks):.2f}" for ranks in RANKS)
-        row = f"| {model} | {way} | × {own[0]['multiple']:g} | {ends} | {gaps} | {lost} | {shares} |"
-        found.append(row.replace("|  |", "| |").replace("|  |", "| |").replace("-", "−"))
-    return found
+        gaps = ", ".join(f"{sweep.final(run) - start[run['seed']]:+.3f}" for run in changed if variant != "plain")
+        lost = "" if variant == "plain" else f"{steps_lost(runs, model, variant):.0f}"
+        ends = f"{statistics.mean(map(sweep.final, changed)):.3f}"
+        shares = " | ".join(f"{share_of_bytes(variant, ranks):.2f}" for ranks in RANKS)
+        row = f"| {model} | {variant} | × {changed[0]['multiple']:g} | {ends} | {gaps} | {lost} | {shares} |"
+        lines.append(row.replace("|  |", "| |").replace("|  |", "| |").replace("-", "−"))
+    return lines
 
 
 def main() -> None:
@@ -138,21 +139,21 @@ def main() -> None:
     trainings = Trainings(options.json, {"steps": options.steps, "period": PERIOD})
     corpus = prepare_corpus((), vocab=llama.VOCAB, cache=options.cache)
 
-    def one(model: str, way: str, multiple: float, seed: int) -> None:
+    def train_once(model: str, variant: str, multiple: float, seed: int) -> None:
         def train() -> dict[str, Any]:
-            with exchanged(way):
+            with exchanged(variant):
                 return llama.train(multiple, seed, corpus, model, options.steps)
 
-        run = trainings.one(train, model=model, way=way, multiple=multiple, seed=seed)
-        print(f"{model}, {way} × {multiple:g}, seed {seed}: {sweep.final(run):.4f}", flush=True)
+        run = trainings.get(train, model=model, way=variant, multiple=multiple, seed=seed)
+        print(f"{model}, {variant} × {multiple:g}, seed {seed}: {sweep.final(run):.4f}", flush=True)
 
     for model in options.models:
         for rate in options.rates:
-            for way in options.ways:
-                one(model, way, rate, 0)
+            for variant in options.ways:
+                train_once(model, variant, rate, 0)
         for seed in range(1, options.seeds):
-            for way in options.ways:
-                one(model, way, best(trainings.runs, model, way)[0]["multiple"], seed)
+            for variant in options.ways:
+                train_once(model, variant, best(trainings.runs, model, variant)[0]["multiple"], seed)
     print("\n".join(rows(trainings.runs)))
 
 

@@ -135,8 +135,8 @@ def accuracy(momentum: Path | None, shapes: list[str]) -> list[dict[str, Any]]:
                 "polar": float((result - u @ vh).norm() / (u @ vh).norm()),
                 "largest": float(torch.linalg.matrix_norm(result, 2)),
             }
-        own = (u * polynomials_of(s / s.norm(), "polar_express")) @ vh
-        row["polar_express"]["own"] = float((usual(x).double() - own).norm() / own.norm())
+        function_of_x = (u * polynomials_of(s / s.norm(), "polar_express")) @ vh
+        row["polar_express"]["own"] = float((usual(x).double() - function_of_x).norm() / function_of_x.norm())
         table.append(row)
         cells = (f"{row[contender]['polar']:.3f} / {row[contender]['largest']:.2f}" for contender in CONTENDERS)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
@@ -177,9 +177,9 @@ def kept_memory() -> list[dict[str, Any]]:
     for rows, cols in SHAPES:
         row: dict[str, Any] = {"shape": [rows, cols]}
         for name in TIMED:
-            threads._mine.__dict__.pop("scratch", None)
+            threads._thread_local.__dict__.pop("scratch", None)
             CONTENDERS[name](torch.randn(rows, cols))
-            row[name] = sum(views[None].nbytes for views in threads._mine.scratch.values()) / 2**20
+            row[name] = sum(views[None].nbytes for views in threads._thread_local.scratch.values()) / 2**20
         table.append(row)
         print(f"{rows}×{cols}, MiB kept: " + ", ".join(f"{name} {row[name]:.1f}" for name in TIMED), flush=True)
     return table

@@ -26,11 +26,11 @@ def train(multiple: float, seed: int, corpus: Corpus, model_name: str, steps: in
     held_out = torch.from_numpy(Windows(corpus.validation(), length=LENGTH, seed=0).spread(HELD_OUT))
     every = max(1, steps // 30)
     validation: list[tuple[int, float]] = []
-    for done in take_steps(model, optimizer, windows, steps):
-        if done % every == 0 or done == steps:
+    for step in take_steps(model, optimizer, windows, steps):
+        if step % every == 0 or step == steps:
             model.eval()
             with torch.no_grad():
-                validation.append((done, float(loss(model, held_out))))
+                validation.append((step, float(loss(model, held_out))))
             model.train()
             if not math.isfinite(validation[-1][1]):
                 break

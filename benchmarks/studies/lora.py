@@ -65,9 +65,9 @@ def in_tokens_of(folder: str, pattern: str) -> Text:
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     parts: tuple[list[int], list[int]] = ([], [])
     for name, text in documents_of(texts_of(find_files([pattern]))):
-        for part, one in zip(parts, divide(name, text, whole=True), strict=True):
-            if one:
-                part += [*tokenizer.encode(one, add_special_tokens=False).ids, END_OF_TEXT_ID]
+        for part, document in zip(parts, divide(name, text, whole=True), strict=True):
+            if document:
+                part += [*tokenizer.encode(document, add_special_tokens=False).ids, END_OF_TEXT_ID]
     return np.array(parts[0]), np.array(parts[1])
 
 
@@ -76,7 +76,7 @@ def train(model: nn.Module, optimizer: mm.Muon, text: Text, seed: int, steps: in
     windows = Windows(text[0], length=LENGTH, seed=seed)
     held_out = torch.from_numpy(Windows(text[1], length=LENGTH, seed=0).spread(HELD_OUT))
     peaks = [group["lr"] for group in optimizer.param_groups]
-    found: list[tuple[int, float]] = []
+    losses: list[tuple[int, float]] = []
     for step in range(steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * rate_at(step, steps)
@@ -86,34 +86,34 @@ def train(model: nn.Module, optimizer: mm.Muon, text: Text, seed: int, steps: in
         optimizer.zero_grad()
         if (step + 1) % max(1, steps // 10) == 0:
             with torch.no_grad():
-                found.append((step + 1, float(loss(model, held_out))))
-            if not math.isfinite(found[-1][1]):
+                losses.append((step + 1, float(loss(model, held_out))))
+            if not math.isfinite(losses[-1][1]):
                 break
-    return found
+    return losses
 
 
-def adapt(base: nn.Module, way: str, lr: float, seed: int, text: Text, steps: int) -> dict[str, Any]:
+def adapt(base: nn.Module, variant: str, lr: float, seed: int, text: Text, steps: int) -> dict[str, Any]:
     """Train fresh adapters on a frozen model, or a copy of the whole model, in one way."""
     torch.manual_seed(seed)
-    if way in WHOLE:
+    if variant in WHOLE:
         model = copy.deepcopy(base)
-        optimizer = mm.from_model(model, lr=lr, overrides=WHOLE[way], **SETTINGS)
+        optimizer = mm.from_model(model, lr=lr, overrides=WHOLE[variant], **SETTINGS)
         return {"validation": train(model, optimizer, text, seed, steps)}
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", lora_dropout=0.0)
     model = get_peft_model(copy.deepcopy(base), config)
-    if "frozen" in way:
+    if "frozen" in variant:
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 parameter.requires_grad_(False)
-    optimizer = mm.from_model(model, lr=lr, weight_decay=0.0, overrides=WAYS[way], **SETTINGS)
+    optimizer = mm.from_model(model, lr=lr, weight_decay=0.0, overrides=WAYS[variant], **SETTINGS)
     return {"validation": train(model, optimizer, text, seed, steps)}
 
 
-def best(runs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
+def best(runs: list[dict[str, Any]], variant: str) -> list[dict[str, Any]]:
     """The trainings in one way at its best learning rate."""
-    own = [run for run in runs if run["way"] == way]
-    rate = min((run for run in own if run["seed"] == 0), key=final)["lr"]
-    return [run for run in own if run["lr"] == rate]
+    trainings = [run for run in runs if run["way"] == variant]
+    rate = min((run for run in trainings if run["seed"] == 0), key=final)["lr"]
+    return [run for run in trainings if run["lr"] == rate]
 
 
 def main() -> None:
@@ -127,42 +127,50 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--cache", type=Path, default=Path("runs/corpus"), help="where the tokens are kept")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    corpus = prepare_corpus((), vocab=VOCAB, cache=given.cache)
+    options_of_run = parser.parse_args()
+    corpus = prepare_corpus((), vocab=VOCAB, cache=options_of_run.cache)
     headers = str(Path(torch.__file__).parent / "include" / "ATen" / "*.h")
     other = in_tokens_of(corpus.directory, headers)
     torch.manual_seed(0)
-    model = build_model(model_config(given.model, vocab=corpus.vocab, seq=LENGTH))
-    kind = "" if given.pretrained == "muon" else f"-{given.pretrained}"
-    weights = given.cache / f"lora-{given.model}-{given.first}{kind}.pt"
-    own = corpus.train(), corpus.validation()
+    model = build_model(model_config(options_of_run.model, vocab=corpus.vocab, seq=LENGTH))
+    kind = "" if options_of_run.pretrained == "muon" else f"-{options_of_run.pretrained}"
+    weights = options_of_run.cache / f"lora-{options_of_run.model}-{options_of_run.first}{kind}.pt"
+    stdlib = corpus.train(), corpus.validation()
     if weights.is_file():
         model.load_state_dict(torch.load(weights, weights_only=True))
     else:
-        before = train(model, mm.from_model(model, **FIRST[given.pretrained], **SETTINGS), own, 0, given.first)
+        before = train(
+            model, mm.from_model(model, **FIRST[options_of_run.pretrained], **SETTINGS), stdlib, 0, options_of_run.first
+        )
         print(f"trained first: {before[-1][1]:.4f} on its own text", flush=True)
         torch.save(model.state_dict(), weights)
     held_out = torch.from_numpy(Windows(other[1], length=LENGTH, seed=0).spread(HELD_OUT))
     with torch.no_grad():
         start = float(loss(model, held_out))
     print(f"before its adapters: {start:.4f} on the other text", flush=True)
-    options = {"model": given.model, "first": given.first, "steps": given.steps, "rank": RANK, "start": start}
-    options |= {} if given.pretrained == "muon" else {"pretrained": given.pretrained}
-    trainings = Trainings(given.json, options)
+    options = {
+        "model": options_of_run.model,
+        "first": options_of_run.first,
+        "steps": options_of_run.steps,
+        "rank": RANK,
+        "start": start,
+    }
+    options |= {} if options_of_run.pretrained == "muon" else {"pretrained": options_of_run.pretrained}
+    trainings = Trainings(options_of_run.json, options)
     runs = trainings.runs
 
-    def one(way: str, lr: float, seed: int) -> dict[str, Any]:
-        key = {"way": way, "lr": lr, "seed": seed}
-        return trainings.one(lambda: adapt(model, way, lr, seed, other, given.steps), **key)
+    def trained(variant: str, lr: float, seed: int) -> dict[str, Any]:
+        key = {"way": variant, "lr": lr, "seed": seed}
+        return trainings.get(lambda: adapt(model, variant, lr, seed, other, options_of_run.steps), **key)
 
-    for way in WHOLE if given.whole else WAYS:
-        for rate in given.rates:
-            print(f"{way:24s} {rate:7g} {final(one(way, rate, 0)):.4f}", flush=True)
-        rate = best(runs, way)[0]["lr"]
-        for seed in range(1, given.seeds):
-            one(way, rate, seed)
-        losses = [final(run) for run in best(runs, way)]
-        print(f"{way:24s} {rate:7g} {statistics.mean(losses):.4f} ± {max(losses) - min(losses):.4f}", flush=True)
+    for variant in WHOLE if options_of_run.whole else WAYS:
+        for rate in options_of_run.rates:
+            print(f"{variant:24s} {rate:7g} {final(trained(variant, rate, 0)):.4f}", flush=True)
+        rate = best(runs, variant)[0]["lr"]
+        for seed in range(1, options_of_run.seeds):
+            trained(variant, rate, seed)
+        losses = [final(run) for run in best(runs, variant)]
+        print(f"{variant:24s} {rate:7g} {statistics.mean(losses):.4f} ± {max(losses) - min(losses):.4f}", flush=True)
 
 
 if __name__ == "__main__":

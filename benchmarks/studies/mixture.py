@@ -31,10 +31,10 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
-def train(way: str, lr: float, seed: int, *, steps: int, width: int, layers: int) -> dict[str, Any]:
+def train(variant: str, lr: float, seed: int, *, steps: int, width: int, layers: int) -> dict[str, Any]:
     """One training: validation losses by step, nats a byte."""
     model = build("experts", width=width, layers=layers, seed=seed, experts=EXPERTS)
-    optimizer = mm.from_model(model, lr=lr, overrides=WAYS[way], process_group="local")
+    optimizer = mm.from_model(model, lr=lr, overrides=WAYS[variant], process_group="local")
     data, generator = text(), torch.Generator().manual_seed(seed)
     held_out = windows(text(held_out=True), HELD_OUT, torch.Generator().manual_seed(0))
     validation: list[tuple[int, float]] = []
@@ -66,15 +66,15 @@ def main() -> None:
     sizes = {"steps": arguments.steps, "width": arguments.width, "layers": arguments.layers}
     trainings = Trainings(arguments.json, {**sizes, "experts": EXPERTS, "batch": BATCH})
 
-    def validation(way: str, lr: float, seed: int) -> float:
-        return final(trainings.one(lambda: train(way, lr, seed, **sizes), way=way, lr=lr, seed=seed))
+    def validation(variant: str, lr: float, seed: int) -> float:
+        return final(trainings.get(lambda: train(variant, lr, seed, **sizes), way=variant, lr=lr, seed=seed))
 
-    for way in WAYS:
-        losses = {rate: validation(way, rate, 0) for rate in arguments.rates}
+    for variant in WAYS:
+        losses = {rate: validation(variant, rate, 0) for rate in arguments.rates}
         rate = min(losses, key=losses.__getitem__)
-        seeds = [validation(way, rate, seed) for seed in range(arguments.seeds)]
-        print(way, {rate: round(value, 4) for rate, value in losses.items()}, flush=True)
-        print(f"{way}: {rate:g} {statistics.mean(seeds):.4f} of {[round(value, 4) for value in seeds]}", flush=True)
+        seeds = [validation(variant, rate, seed) for seed in range(arguments.seeds)]
+        print(variant, {rate: round(value, 4) for rate, value in losses.items()}, flush=True)
+        print(f"{variant}: {rate:g} {statistics.mean(seeds):.4f} of {[round(value, 4) for value in seeds]}", flush=True)
 
 
 if __name__ == "__main__":

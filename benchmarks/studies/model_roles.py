@@ -81,63 +81,63 @@ def small(name: str) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
             if sum(p.numel() for p in kind(config).parameters()) > LARGEST:
                 raise RuntimeError("too large")
         model = zoo.ready(kind(config))
-        for given in zoo.drawn(model):
-            yield model, given
+        for example in zoo.drawn(model):
+            yield model, example
 
 
 def results_of(outputs: Any) -> list[Tensor]:
     """The outputs that are results, and no states."""
     named = dict(outputs.items()) if hasattr(outputs, "items") else {"output": outputs}
-    kept = {key: value for key, value in named.items() if not zoo.INTERNAL.search(key)}
-    return [leaf for leaf in tree_leaves(kept or named) if isinstance(leaf, Tensor)]
+    results = {key: value for key, value in named.items() if not zoo.INTERNAL.search(key)}
+    return [leaf for leaf in tree_leaves(results or named) if isinstance(leaf, Tensor)]
 
 
-def first_that_runs(ways: Iterable[tuple[nn.Module, Any]]) -> tuple[nn.Module, Any, Influence, Any]:
+def first_that_runs(makers: Iterable[tuple[nn.Module, Any]]) -> tuple[nn.Module, Any, Influence, Any]:
     """The first model that runs, its inputs, what influences what in it, and its outputs."""
     errors = []
-    for model, given in ways:
+    for model, example in makers:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:  # as drawn, many are zero, or too small to be seen behind others
                     parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5)
-        influence = Influence(model, tree_leaves(given))
+        influence = Influence(model, tree_leaves(example))
         try:
             with influence:
-                outputs = call(model, given)
+                outputs = call(model, example)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}".splitlines()[0][:120])
             continue
-        return model, given, influence, outputs
+        return model, example, influence, outputs
     raise RuntimeError(errors[0] if errors else "nothing to run it with")
 
 
-def call(model: nn.Module, given: Any) -> Any:
+def call(model: nn.Module, example: Any) -> Any:
     """Run a forward."""
-    return model(**given) if isinstance(given, dict) else model(*given)
+    return model(**example) if isinstance(example, dict) else model(*example)
 
 
-def judged(ways: Iterable[tuple[nn.Module, Any]], known: set[Any] | None, heads: bool = True) -> dict[str, Any]:
+def judged(makers: Iterable[tuple[nn.Module, Any]], expected: set[Any] | None, heads: bool = True) -> dict[str, Any]:
     """What differs for one model, with an example and without: silent, told by a warning, or explained."""
-    model, given, influence, outputs = first_that_runs(ways)
+    model, arguments_of_model, influence, outputs = first_that_runs(makers)
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    for key, example in (("with", given), ("without", None)):
+    for key, example in (("with", arguments_of_model), ("without", None)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             groups = split_params(model, example=example)
-        told = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition(". Write")[0])}
-        rows = (lambda: call(model, given)) if record["parameters"] < ROWS else None
-        found = {
+        warned = {name for w in caught for name in re.findall(r"[\w.*]+", str(w.message).partition(". Write")[0])}
+        rows = (lambda: call(model, arguments_of_model)) if record["parameters"] < ROWS else None
+        faults = {
             (kind, starred(name))
-            for kind, name in differences(model, groups, influence, results_of(outputs), rows, known)
+            for kind, name in differences(model, groups, influence, results_of(outputs), rows, expected)
         }
-        found = {(kind, name) for kind, name in found if heads or kind not in ("last", "not last")}
-        record[key] = sorted(f"{kind}: {name}{' (warns)' if name in told else ''}" for kind, name in found)
+        faults = {(kind, name) for kind, name in faults if heads or kind not in ("last", "not last")}
+        record[key] = sorted(f"{kind}: {name}{' (warns)' if name in warned else ''}" for kind, name in faults)
         if key == "with":
             matrices = [m for group in groups for m in group.get("matrices", ())]
             record["inputs"] = sum(len(g["params"]) for g in groups if g["name"].startswith("adamw.embeddings"))
             record["heads"] = sum(len(g["params"]) for g in groups if g["name"].startswith("adamw.head"))
             record["cut"] = sum("rows" in str(m) or "interleaved" in str(m) for m in matrices)
-        elif known is not None:
+        elif expected is not None:
             break
     return record
 
@@ -150,12 +150,14 @@ def starred(name: str) -> str:
 def explained(difference: str) -> str | None:
     """Why a difference is no error."""
     kind, _, name = difference.partition(": ")
-    return next((why for kinds, where, why in EXPLAINED if re.fullmatch(kinds, kind) and re.search(where, name)), None)
+    return next(
+        (why for kinds, pattern, why in EXPLAINED if re.fullmatch(kinds, kind) and re.search(pattern, name)), None
+    )
 
 
 def walks() -> dict[str, float]:
     """Milliseconds of processor time that reading the graph takes, the least of seven."""
-    made = {
+    facts = {
         "GPT-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
         "Llama 8B": lambda: transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
@@ -163,24 +165,24 @@ def walks() -> dict[str, float]:
             )
         ),
     }
-    found, read = {}, examples.facts_of_graph
+    seconds, read = {}, examples.facts_of_graph
 
     def timed(*args: Any) -> Any:
         start = time.process_time()
-        seen = read(*args)
+        facts = read(*args)
         times.append(1e3 * (time.process_time() - start))
-        return seen
+        return facts
 
     examples.facts_of_graph = timed
-    for name, make in made.items():
+    for name, make in facts.items():
         with torch.device("meta"):
             model = make()
         times: list[float] = []
         for _ in range(7):
             examples.facts_of_example(model, {"input_ids": torch.ones(2, 8, dtype=torch.long)})
-        found[name] = round(min(times), 1)
+        seconds[name] = round(min(times), 1)
     examples.facts_of_graph = read
-    return found
+    return seconds
 
 
 def main() -> None:
@@ -193,21 +195,23 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGALRM, _stop)
-    ways: dict[str, tuple[Callable[[], Any], bool]] = {name: (make, True) for name, make in MODELS.items()}
+    makers: dict[str, tuple[Callable[[], Any], bool]] = {name: (make, True) for name, make in MODELS.items()}
     names = [name for name in zoo.names() if zoo.is_model(name)]
     random.Random(0).shuffle(names)  # so that a part of them is a sample
-    ways |= {name: (lambda name=name: small(name), False) for name in names}
-    chosen = {name: way for name, way in ways.items() if not arguments.only or any(o in name for o in arguments.only)}
+    makers |= {name: (lambda name=name: small(name), False) for name in names}
+    chosen = {
+        name: maker for name, maker in makers.items() if not arguments.only or any(o in name for o in arguments.only)
+    }
     walk_ms = walks()
     print(json.dumps(walk_ms))
     records: dict[str, Any] = {}
-    seen: set[Any] = set()
-    for name, (make, both) in chosen.items():
+    kinds: set[Any] = set()
+    for name, (make, with_heads) in chosen.items():
         start = time.perf_counter()
-        signal.setitimer(signal.ITIMER_REAL, arguments.seconds * (8 if both else 1))
+        signal.setitimer(signal.ITIMER_REAL, arguments.seconds * (8 if with_heads else 1))
         try:
             heads = not name.endswith(("Model", "Backbone", "Encoder", "Decoder"))
-            records[name] = judged(make(), None if both else seen, heads)
+            records[name] = judged(make(), None if with_heads else kinds, heads)
         except (Exception, _TooLongError) as error:
             records[name] = {"left out": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
         finally:
@@ -230,7 +234,7 @@ def counts(records: dict[str, Any]) -> dict[str, Any]:
         "classes": len(records),
         "ran": len(ran),
         "agree": sum(not record["with"] for record in ran.values()),
-        "silent": {name: some for name, some in silent.items() if some},
+        "silent": {name: models for name, models in silent.items() if models},
         "left out": Counter(r["left out"].partition(":")[0] for r in records.values() if "left out" in r),
     }
 

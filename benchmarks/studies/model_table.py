@@ -21,10 +21,10 @@ Ways = Callable[[], Iterator[tuple[nn.Module, Any]]]
 
 
 def _of(library: str, make: Callable[[Any], nn.Module], *inputs: Any, **named: Any) -> Ways:
-    def ways() -> Iterator[tuple[nn.Module, Any]]:
+    def makers() -> Iterator[tuple[nn.Module, Any]]:
         yield make(importlib.import_module(library)).eval(), named or inputs
 
-    return ways
+    return makers
 
 
 class Calls(nn.Module):
@@ -202,9 +202,9 @@ def xlstm() -> nn.Module:
     return Calls(_xlstm, blocks=nn.ModuleList(blocks), embed=nn.Embedding(13, 32), out=nn.Linear(32, 13))
 
 
-def _agent(self: Any, seen: Tensor) -> Any:
-    h = self.network(seen)
-    return self.actor(h), self.critic(self.value(seen))
+def _agent(self: Any, observation: Tensor) -> Any:
+    h = self.network(observation)
+    return self.actor(h), self.critic(self.value(observation))
 
 
 def agent() -> nn.Module:
@@ -214,8 +214,8 @@ def agent() -> nn.Module:
 
 
 def _two(mean: str, log: str) -> Callable[..., Any]:
-    def forward(self: Any, seen: Tensor) -> Any:
-        h = F.relu(self.fc2(F.relu(self.fc1(seen))))
+    def forward(self: Any, observation: Tensor) -> Any:
+        h = F.relu(self.fc2(F.relu(self.fc1(observation))))
         return getattr(self, mean)(h), torch.tanh(getattr(self, log)(h))
 
     return forward
@@ -235,8 +235,8 @@ def sac() -> nn.Module:
 def _transformers(name: str, config: dict[str, Any], **inputs: Tensor) -> Ways:
     def make(library: Any) -> nn.Module:
         kind = getattr(library, name)
-        found: nn.Module = kind(kind.config_class(**config))
-        return found
+        model: nn.Module = kind(kind.config_class(**config))
+        return model
 
     return _of("transformers", make, **inputs)
 
@@ -351,16 +351,16 @@ def _vision(name: str) -> Callable[[Any], nn.Module]:
     more = {"googlenet": {"init_weights": False}}.get(name, {})
 
     def make(library: Any) -> nn.Module:
-        found: nn.Module = getattr(library, name)(weights=None, **more)
-        return found
+        model: nn.Module = getattr(library, name)(weights=None, **more)
+        return model
 
     return make
 
 
 def _timm(name: str) -> Callable[[Any], nn.Module]:
     def make(library: Any) -> nn.Module:
-        found: nn.Module = library.create_model(name)
-        return found
+        model: nn.Module = library.create_model(name)
+        return model
 
     return make
 
@@ -384,7 +384,7 @@ _TEXT = torch.randn(2, 5, 32)
 _EDGES = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 
 MODELS: dict[str, Ways] = {
-    **{f"transformers/{n}": _transformers(n, config, **given) for n, (config, given) in _OF_TRANSFORMERS.items()},
+    **{f"transformers/{n}": _transformers(n, config, **options) for n, (config, options) in _OF_TRANSFORMERS.items()},
     **{f"timm/{n}": _of("timm", _timm(n), LARGE_IMAGE) for n in _TIMM},
     **{f"torchvision/{n}": _of("torchvision.models", _vision(n), LARGE_IMAGE) for n in _TORCHVISION},
     "diffusers/DiT": _of(

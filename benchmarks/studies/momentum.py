@@ -26,19 +26,19 @@ MOMENTUM, BATCH, SHOWN = 0.95, 4, 2
 def directions(model: nn.Module, optimizer: mm.Muon, block: str) -> dict[str, Tensor]:
     """Nesterov's directions of the matrices of a block, before a step; of a stack of experts the first two."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    chosen = {}
     for group in optimizer.param_groups:
         specs = group.get("matrices") or [None] * len(group["params"])
         for parameter, spec in zip(group["params"], specs, strict=True):
             if group["algorithm"] == "muon" and f".{block}." in names[parameter]:
                 assert parameter.grad is not None
-                kept = optimizer.state[parameter]["momentum_buffer"]
-                direction = kept.lerp(parameter.grad, 1 - MOMENTUM).lerp(parameter.grad, 1 - MOMENTUM)
+                momentum = optimizer.state[parameter]["momentum_buffer"]
+                direction = momentum.lerp(parameter.grad, 1 - MOMENTUM).lerp(parameter.grad, 1 - MOMENTUM)
                 matrices = split(direction, spec or ("stack" if parameter.ndim == 3 else "whole"))
                 experts = len(parameter) if len(matrices) % len(parameter) == 0 else 0
-                some = matrices[: SHOWN * len(matrices) // experts] if experts else matrices
-                found |= {f"{names[parameter]}.{n}": matrix.contiguous() for n, matrix in enumerate(some)}
-    return found
+                shown = matrices[: SHOWN * len(matrices) // experts] if experts else matrices
+                chosen |= {f"{names[parameter]}.{n}": matrix.contiguous() for n, matrix in enumerate(shown)}
+    return chosen
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", help="numbers from 0 on (default: the last)")
     parser.add_argument("--at", type=int, nargs="+", default=[4, 16, 48], help="steps, from 2 on")
     options = parser.parse_args()
-    data, found = text(), dict[str, Tensor]()
+    data, tensors = text(), dict[str, Tensor]()
     for kind in options.kinds:
         model = build(kind, width=options.width, layers=options.layers)
         optimizer = mm.from_model(model, lr=3e-3, momentum=MOMENTUM, process_group="local")
@@ -61,11 +61,11 @@ def main() -> None:
             value.backward()
             if step in options.at:
                 blocks = options.blocks or [str(options.layers - 1)]
-                some = {name: x for block in blocks for name, x in directions(model, optimizer, block).items()}
-                found |= {f"{kind}.{step}.{name}": direction for name, direction in some.items()}
-                print(f"{kind}, step {step}: loss {value.item():.2f}, {len(some)} matrices", flush=True)
+                of_blocks = {name: x for block in blocks for name, x in directions(model, optimizer, block).items()}
+                tensors |= {f"{kind}.{step}.{name}": direction for name, direction in of_blocks.items()}
+                print(f"{kind}, step {step}: loss {value.item():.2f}, {len(of_blocks)} matrices", flush=True)
             optimizer.step()
-    save_file(found, options.out)
+    save_file(tensors, options.out)
 
 
 if __name__ == "__main__":

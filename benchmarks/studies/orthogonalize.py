@@ -69,9 +69,9 @@ def exact(x: Tensor, schedule: tuple[tuple[float, ...], ...]) -> Tensor:
 def momenta(checkpoint: Path) -> dict[str, Tensor]:
     """The momenta in a checkpoint of `muonmesh train` by parameter, whole, whatever ranks wrote it."""
     reader, begin, end = FileSystemReader(checkpoint), "optimizer.state.", ".momentum_buffer"
-    held: Any = reader.read_metadata().state_dict_metadata
-    names = [name for name in held if name.startswith(begin) and name.endswith(end)]
-    tensors = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
+    entries: Any = reader.read_metadata().state_dict_metadata
+    names = [name for name in entries if name.startswith(begin) and name.endswith(end)]
+    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
     load(tensors, storage_reader=reader, no_dist=True)
     return {name.removeprefix(begin).removesuffix(end): tensor for name, tensor in tensors.items()}
 
@@ -100,8 +100,8 @@ def accuracy(momentum: Path | None, coefficients: CoefficientName, steps: int) -
             contenders[method] = (result, expected)
         contenders["torch.optim.Muon"] = (torch_muon(x), exact(x, (JORDAN,) * 5))
         row: Row = {"input": name, "auto": resolve_method(*x.shape, coefficients=coefficients, steps=steps)}
-        for contender, (result, wanted) in contenders.items():
-            row[contender] = float((result.double() - wanted).norm() / wanted.norm())
+        for contender, (result, reference) in contenders.items():
+            row[contender] = float((result.double() - reference).norm() / reference.norm())
             row[f"{contender} largest"] = float(torch.linalg.matrix_norm(result.double(), 2))
         rows.append(row)
     print("\nrelative error / largest singular value, bf16\n")
@@ -166,8 +166,8 @@ def speed(rounds: int) -> list[Row]:
         print(f"| {count} × {rows}×{cols} | {row['torch ms']:.2f} | {figures} | {row['auto is']} |", flush=True)
     layers = [row for row in table[:3]]
     total = sum(row["torch ms"] * row["matrices"] for row in layers)
-    ours = sum(row["torch ms"] * row["matrices"] / row["ratios"]["auto"] for row in layers)
-    print(f"\nthree GPT-2-small layers together: {total / ours:.2f}")
+    milliseconds = sum(row["torch ms"] * row["matrices"] / row["ratios"]["auto"] for row in layers)
+    print(f"\nthree GPT-2-small layers together: {total / milliseconds:.2f}")
     return table
 
 

@@ -57,9 +57,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import muonmesh as mm
 import muonmesh.optimizer
+from muonmesh.comm.communicator import AllToAll, Communicator, PendingCollective
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.wire import Swap, Transfer, Wire
-from muonmesh.comm.work import Work
+from muonmesh.comm.step_callbacks import StepCallbacks
 
 WIDTH, HIDDEN = 256, 1024
 KINDS = ("fsdp", "ddp")
@@ -154,21 +154,21 @@ def slowest(milliseconds: float) -> float:
 @contextmanager
 def nothing_travels() -> Iterator[None]:
     """Let transfers be over when they begin; what has arrived is what arrived before."""
-    swap = Wire.swap
+    all_to_all = Communicator.start
 
-    def over(wire: Wire, moved: Swap) -> Transfer:
-        return Transfer(moved.what, (), [])
+    def over(communicator: Communicator, moved: AllToAll) -> PendingCollective:
+        return PendingCollective(moved.name, (), [])
 
-    Wire.swap = over  # type: ignore[method-assign]
+    Communicator.start = over  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Wire.swap = swap  # type: ignore[method-assign]
+        Communicator.start = all_to_all  # type: ignore[method-assign]
 
 
 def communicate(exchange: Exchange) -> None:
     """Take part in the collectives of a step, with nothing to compute in between."""
-    exchange.run(Work())
+    exchange.run(StepCallbacks())
 
 
 def bound(rank: Rank, rounds: int) -> Found:
@@ -182,7 +182,7 @@ def bound(rank: Rank, rounds: int) -> Found:
         adamw.append((time.perf_counter() - begin) * 1e3)
 
     muonmesh.optimizer.step_elementwise = timed_adamw  # type: ignore[attr-defined]
-    found: dict[str, list[float]] = {name: [] for name in ("step", "computing", "communicating", "adamw", "transport")}
+    times: dict[str, list[float]] = {name: [] for name in ("step", "computing", "communicating", "adamw", "transport")}
     for number in range(WARM_UP + rounds):
         step = timed(rank.optimizer.step)
         counts = rank.optimizer.counts
@@ -193,18 +193,18 @@ def bound(rank: Rank, rounds: int) -> Found:
         communicating = timed(lambda: communicate(rank.exchange))
         transport = slowest((time.process_time() - busy) * 1e3)
         if number >= WARM_UP:
-            for name, value in zip(found, (step, computing, communicating, part, transport), strict=True):
-                found[name].append(value)
+            for name, value in zip(times, (step, computing, communicating, part, transport), strict=True):
+                times[name].append(value)
     muonmesh.optimizer.step_elementwise = step_elementwise  # type: ignore[attr-defined]
-    rows = list(zip(*found.values(), strict=True))
+    rows = list(zip(*times.values(), strict=True))
     ratios = [(step - part) / max(computing - part, moving) for step, computing, moving, part, _ in rows]
     beside = [(step - part) / max(computing - part + busy, moving) for step, computing, moving, part, busy in rows]
     return {
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "ratio_with_transport": statistics.median(beside),
-        **{name: statistics.median(values) for name, values in found.items()},
-        "rounds": found,
+        **{name: statistics.median(values) for name, values in times.items()},
+        "rounds": times,
         "buckets": rank.buckets(),
         "megabytes_sent": counts.bytes_sent / 1e6,
     }
@@ -230,7 +230,7 @@ def gradients(options: argparse.Namespace) -> Found:
         torch.manual_seed(0)
         net = DistributedDataParallel(Model(options.vocabulary, options.blocks))
         runs[name] = net, make(net)
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UP + options.rounds):
         for name, (net, optimizer) in runs.items():
             loss = net(tokens).square().mean()
@@ -242,9 +242,9 @@ def gradients(options: argparse.Namespace) -> Found:
             took = timed(learn)
             optimizer.zero_grad()
             if number >= WARM_UP:
-                found[name].append(took)
-    ratios = {f"{n} over adamw": [a / b for a, b in zip(found[n], found["adamw"], strict=True)] for n in found}
-    return {"rounds": found, **{name: statistics.median(some) for name, some in (found | ratios).items()}}
+                times[name].append(took)
+    ratios = {f"{n} over adamw": [a / b for a, b in zip(times[n], times["adamw"], strict=True)] for n in times}
+    return {"rounds": times, **{name: statistics.median(values) for name, values in (times | ratios).items()}}
 
 
 # ------------------------------------------------------------------ trace
@@ -261,9 +261,9 @@ NAMES = {
 class Moving(threading.Thread):
     """Waits for a transfer, to see when it is over."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: PendingCollective) -> None:
         super().__init__()
-        self.what, self.begin, self.end = transfer.what, time.time(), 0.0
+        self.phase, self.begin, self.end = transfer.name, time.time(), 0.0
         self.works, transfer.works = transfer.works, []
         self.start()
 
@@ -279,28 +279,28 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
     """Let the exchange's parts, and what is computed in them, have names in torch's profile; collect its transfers."""
     under_way: dict[int, Moving] = {}
     before = {name: getattr(Exchange, name) for name in NAMES}
-    swap, finish, adamw = Wire.swap, Wire.finish, muonmesh.optimizer.step_elementwise
+    all_to_all, finish, adamw = Communicator.start, Communicator.finish, muonmesh.optimizer.step_elementwise
 
     def named(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(exchange: Exchange, here: Any, *arguments: Any) -> Any:
-            stage = getattr(here, "stage", here)  # None before the first
+        def call(exchange: Exchange, bucket: Any, *arguments: Any) -> Any:
+            stage = getattr(bucket, "stage", bucket)  # None before the first
             with record_function(f"muonmesh|{NAMES[name]}|{'' if stage is None else stage.number}"):
-                return part(exchange, here, *arguments)
+                return part(exchange, bucket, *arguments)
 
         return call
 
-    def named_swap(wire: Wire, moved: Swap) -> Transfer:
-        transfer = swap(wire, moved)
+    def named_swap(communicator: Communicator, moved: AllToAll) -> PendingCollective:
+        transfer = all_to_all(communicator, moved)
         under_way[id(transfer)] = Moving(transfer)
         return transfer
 
-    def named_finish(wire: Wire, transfer: Transfer | None) -> None:
+    def named_finish(communicator: Communicator, transfer: PendingCollective | None) -> None:
         if transfer is None:
             return
-        with record_function(f"muonmesh|waits|{transfer.what}"):
+        with record_function(f"muonmesh|waits|{transfer.name}"):
             moving.append(under_way.pop(id(transfer)))
             moving[-1].join()
-            finish(wire, transfer)
+            finish(communicator, transfer)
 
     def named_adamw(*arguments: Any) -> None:
         with record_function("muonmesh|AdamW|"):
@@ -308,14 +308,14 @@ def named_parts(moving: list[Moving]) -> Iterator[None]:
 
     for name, part in before.items():
         setattr(Exchange, name, named(name, part))
-    Wire.swap, Wire.finish = named_swap, named_finish  # type: ignore[method-assign]
+    Communicator.start, Communicator.finish = named_swap, named_finish  # type: ignore[method-assign]
     muonmesh.optimizer.step_elementwise = named_adamw  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for name, part in before.items():
             setattr(Exchange, name, part)
-        Wire.swap, Wire.finish = swap, finish  # type: ignore[method-assign]
+        Communicator.start, Communicator.finish = all_to_all, finish  # type: ignore[method-assign]
         muonmesh.optimizer.step_elementwise = adamw  # type: ignore[attr-defined]
 
 
@@ -327,30 +327,30 @@ def traced(rank: Rank, rounds: int) -> Found:
         for _ in range(WARM_UP + rounds):
             moving.clear()
             dist.barrier()
-            with profile(activities=[ProfilerActivity.CPU]) as one, record_function("muonmesh|step|"):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("muonmesh|step|"):
                 rank.optimizer.step()
-            took = slowest(sum(e.duration_ns() for e in events(one) if e.name() == "muonmesh|step|") / 1e6)
-            steps.append((took, one, tuple(moving)))
-    _, one, moved = min(steps[WARM_UP:], key=lambda step: step[0])
-    return {"spans": spans_of(one, moved)}
+            took = slowest(sum(e.duration_ns() for e in events(profiler) if e.name() == "muonmesh|step|") / 1e6)
+            steps.append((took, profiler, tuple(moving)))
+    _, profiler, moved = min(steps[WARM_UP:], key=lambda step: step[0])
+    return {"spans": spans_of(profiler, moved)}
 
 
-def events(one: Any) -> list[Any]:
+def events(profiler: Any) -> list[Any]:
     """The events of a profile, by their beginning."""
-    return sorted(one.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
 
 
-def spans_of(one: Any, moved: Sequence[Moving]) -> list[Found]:
+def spans_of(profiler: Any, moved: Sequence[Moving]) -> list[Found]:
     """Spans of the host, and of the transfers."""
     spans = []
-    for event in events(one):
+    for event in events(profiler):
         if event.name().startswith("muonmesh|"):
             begin, end = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
             _, stage, about = event.name().split("|")
             spans.append({"lane": "host", "stage": stage, "bucket": bucket_in(about), "begin": begin, "end": end})
     for moving in moved:
-        stage = "3 gather" if "gather" in moving.what else "5 scatter"
-        span = {"lane": "wire", "stage": stage, "bucket": bucket_in(moving.what)}
+        stage = "3 gather" if "gather" in moving.phase else "5 scatter"
+        span = {"lane": "wire", "stage": stage, "bucket": bucket_in(moving.phase)}
         spans.append({**span, "begin": moving.begin, "end": moving.end})
     return without_waits(spans)
 
@@ -400,13 +400,13 @@ def serve(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if options.part == "gradients":
-        found = gradients(options)
+        figures = gradients(options)
     else:
         rank = Rank(options, options.kind)
         for _ in range(2):  # makes state, plan and kernels
             rank.optimizer.step()
-        found = MEASURE[options.part](rank, options.rounds)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        figures = MEASURE[options.part](rank, options.rounds)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -415,8 +415,8 @@ def measure(part: str, kind: str, ranks: int, megabits: float, options: argparse
     """Start the ranks, and return what each has found."""
     with tempfile.TemporaryDirectory() as name, hosts(ranks, megabits or None) as places:
         folder = Path(name)
-        asked = {**vars(options), "part": part, "kind": kind}
-        (folder / "options.json").write_text(json.dumps(asked))
+        case = {**vars(options), "part": part, "kind": kind}
+        (folder / "options.json").write_text(json.dumps(case))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -440,10 +440,10 @@ def measure(part: str, kind: str, ranks: int, megabits: float, options: argparse
 # ------------------------------------------------------------------ the command
 
 
-def rows_of_bounds(found: dict[str, Found]) -> list[list[str]]:
+def rows_of_bounds(figures: dict[str, Found]) -> list[list[str]]:
     """A table."""
     rows = []
-    for name, f in found.items():
+    for name, f in figures.items():
         low, _, high = quartiles(f["ratios"])
         times = [f"{f[part]:.1f}" for part in ("step", "computing", "communicating", "adamw", "transport")]
         ratios = f"{f['ratio']:.2f}", f"{low:.2f} – {high:.2f}", f"{f['ratio_with_transport']:.2f}"
@@ -483,8 +483,10 @@ def main() -> None:
             for ranks in options.ranks:
                 for megabits in options.megabits:
                     link = f"{megabits:g} Mbit/s" if megabits else "loopback"
-                    found = measure(part, kind, ranks, megabits, plain)
-                    tables[part][f"{kind}, {ranks} ranks, {link}"] = found[0] if part != "trace" else {"ranks": found}
+                    figures = measure(part, kind, ranks, megabits, plain)
+                    tables[part][f"{kind}, {ranks} ranks, {link}"] = (
+                        figures[0] if part != "trace" else {"ranks": figures}
+                    )
     if "bound" in tables:
         header = [
             "",
@@ -501,27 +503,27 @@ def main() -> None:
         print_rows("(step − AdamW) over max(computing, communicating)", header, rows_of_bounds(tables["bound"]))
     if "gradients" in tables:
         names = ["adamw", "muon", "to_owners", "muon over adamw", "to_owners over adamw"]
-        rows = [[case, *(f"{found[name]:.2f}" for name in names)] for case, found in tables["gradients"].items()]
+        rows = [[case, *(f"{figures[name]:.2f}" for name in names)] for case, figures in tables["gradients"].items()]
         print_rows("backward and step, milliseconds", ["", *names], rows)
-    for name, found in tables.get("trace", {}).items():
-        for number, spans in enumerate(one["spans"] for one in found["ranks"]):
+    for name, figures in tables.get("trace", {}).items():
+        for number, spans in enumerate(rank_figures["spans"] for rank_figures in figures["ranks"]):
             shares = hidden(spans)
-            told = ", ".join(f"{share:.0%}" for share in shares)
-            print(f"{name}, rank {number}: of each gather under the bucket before: {told}")
+            label = ", ".join(f"{share:.0%}" for share in shares)
+            print(f"{name}, rank {number}: of each gather under the bucket before: {label}")
         if options.trace is not None:
-            options.trace.write_text(json.dumps(kept(name, found["ranks"], options), indent=1) + "\n")
+            options.trace.write_text(json.dumps(summary_of(name, figures["ranks"], options), indent=1) + "\n")
     if options.json:
         facts = {"load_before": load, "rounds": options.rounds, "blocks": options.blocks, "dtype": options.dtype}
         tables.pop("trace", None)
         write_json(options.json, "benchmarks/studies/overlap.py", Entries((), (), {}), tables, facts)
 
 
-def kept(name: str, ranks: list[Found], options: argparse.Namespace) -> Found:
+def summary_of(name: str, ranks: list[Found], options: argparse.Namespace) -> Found:
     """What the picture is drawn from: milliseconds from the beginning of the step."""
-    shares = [hidden(one["spans"]) for one in ranks]
-    start = min(span["begin"] for one in ranks for span in one["spans"])
-    for one in ranks:
-        for span in one["spans"]:
+    shares = [hidden(rank_figures["spans"]) for rank_figures in ranks]
+    start = min(span["begin"] for rank_figures in ranks for span in rank_figures["spans"])
+    for rank_figures in ranks:
+        for span in rank_figures["spans"]:
             span["begin"], span["end"] = (round(1e3 * (span[end] - start), 2) for end in ("begin", "end"))
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -530,7 +532,7 @@ def kept(name: str, ranks: list[Found], options: argparse.Namespace) -> Found:
         "case": name,
         "matrices": f"{2 * options.blocks} of 256 × 1024",
         "hidden": shares,
-        "ranks": [one["spans"] for one in ranks],
+        "ranks": [rank_figures["spans"] for rank_figures in ranks],
     }
 
 

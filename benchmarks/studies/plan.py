@@ -32,7 +32,8 @@ from torch import nn
 
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Parameter, Piece, Plan, make_plan
-from muonmesh.layout.routes import Routes, pieces
+from muonmesh.layout.piece_table import pieces
+from muonmesh.layout.plan import Routes
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.cli.planning import Cluster, at_home, least_imbalance
 from muonmesh.tools.forecasts.forecast import muon_parameter
@@ -202,7 +203,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         seconds,
         megabytes,
         rank,
-        sum(len(legs) for some in routes for peers in (some.stored, some.assembled) for legs in peers.values()),
+        sum(len(legs) for route in routes for peers in (route.stored, route.assembled) for legs in peers.values()),
         len(plan.ranks),
         len(plan.assignments),
         len(plan.assignments) / len(plan.ranks),
@@ -240,18 +241,18 @@ def print_table(results: dict[str, Figures]) -> None:
     )
     for column in header:
         table.add_column(column, justify="right")
-    for name, found in results.items():
+    for name, figures in results.items():
         table.add_row(
             CASES[name].title,
-            f"{found.ranks:,}",
-            f"{found.seconds:.2f}",
-            f"{found.megabytes:.0f}",
-            f"{found.matrices:,}",
-            f"{found.per_rank:.1f}",
-            str(found.buckets),
-            f"{found.imbalance:.3f}",
-            f"{found.least_imbalance:.3f}",
-            f"{found.at_home:.0%}",
+            f"{figures.ranks:,}",
+            f"{figures.seconds:.2f}",
+            f"{figures.megabytes:.0f}",
+            f"{figures.matrices:,}",
+            f"{figures.per_rank:.1f}",
+            str(figures.buckets),
+            f"{figures.imbalance:.3f}",
+            f"{figures.least_imbalance:.3f}",
+            f"{figures.at_home:.0%}",
         )
     Console().print(table)
 
@@ -273,8 +274,8 @@ def main() -> None:
     results = {name: figures(name, chosen.rank) for name in chosen.cases}
     print_table(results)
     tables = {
-        name: {"title": CASES[name].title, "mesh": CASES[name].mesh, "experts": CASES[name].experts, **asdict(found)}
-        for name, found in results.items()
+        name: {"title": CASES[name].title, "mesh": CASES[name].mesh, "experts": CASES[name].experts, **asdict(measured)}
+        for name, measured in results.items()
     }
     facts = {
         "load_before": round(load, 2),
@@ -282,7 +283,7 @@ def main() -> None:
         "bucket_elements": BUCKET_ELEMENTS,
     }
     write_json(chosen.json, "benchmarks/studies/plan.py", Entries((), (), {}), tables, facts)
-    wrong = [f"{CASES[name].title}: {problem}" for name, found in results.items() for problem in found.problems]
+    wrong = [f"{CASES[name].title}: {problem}" for name, measured in results.items() for problem in measured.problems]
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -65,19 +65,19 @@ def seconds(shape: Shape, names: Sequence[mm.KernelName], rounds: int) -> dict[s
         weight.grad = torch.randn_like(weight)
     steps: dict[str, Callable[[], Any]] = {"torch.optim.Muon": torch.optim.Muon(weights).step}
     steps |= {name: mm.Muon(weights, kernels=name).step for name in names}
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in list(steps.items())[:: 1 if turn % 2 else -1]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 2):
+        for name, step in list(steps.items())[:: 1 if round_number % 2 else -1]:
             start = time.perf_counter()
             step()
-            if turn >= 2:
-                found[name].append(time.perf_counter() - start)
-    return found
+            if round_number >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
 def fastest_from(ratios: dict[Shape, dict[str, float]], names: Sequence[str]) -> dict[str, int | None]:
     """Return for each ``kernels`` the number of rows from which on it is the fastest; None: nowhere."""
-    best = sorted((min(shape), max(found, key=found.__getitem__)) for shape, found in ratios.items())
+    best = sorted((min(shape), max(by_kernel, key=by_kernel.__getitem__)) for shape, by_kernel in ratios.items())
     starts: dict[str, int | None] = {}
     for name in names:
         others = [rows for rows, other in best if other != name]
@@ -97,19 +97,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     names = [name for name in get_args(mm.KernelName) if name not in ("auto", "triton") and runs_here(name)]
-    told, variant = products_here().found, library().variant if runs_here("compiled") else ""
-    print(f"{cpu()}, load {os.getloadavg()[0]:.1f}, {options.threads} threads. Compiled products: {told}")
+    lines, variant = products_here().result, library().variant if runs_here("compiled") else ""
+    print(f"{cpu()}, load {os.getloadavg()[0]:.1f}, {options.threads} threads. Compiled products: {lines}")
     tables, ratios, rows = {}, dict[Shape, dict[str, float]](), []
     for shape in options.shapes:
-        found = seconds(shape, names, options.rounds)
-        theirs = found["torch.optim.Muon"]
+        times = seconds(shape, names, options.rounds)
+        reference = times["torch.optim.Muon"]
         ratios[shape] = {
-            name: statistics.median(b / a for a, b in zip(found[name], theirs, strict=True)) for name in names
+            name: statistics.median(b / a for a, b in zip(times[name], reference, strict=True)) for name in names
         }
-        tables[f"{shape[0]}x{shape[1]}"] = {"ratios": ratios[shape], "seconds": found}
+        tables[f"{shape[0]}x{shape[1]}"] = {"ratios": ratios[shape], "seconds": times}
         best = max(ratios[shape].values())
         cells = [f"{ratio:.2f}{' *' if ratio == best else ''}" for ratio in ratios[shape].values()]
-        rows.append([f"{shape[0]} × {shape[1]}", *cells, f"{statistics.median(theirs) * 1e3:.1f}"])
+        rows.append([f"{shape[0]} × {shape[1]}", *cells, f"{statistics.median(reference) * 1e3:.1f}"])
     header = ["", *(f'kernels="{name}"' for name in names), "torch.optim.Muon, ms"]
     print_rows("torch.optim.Muon's time over ours; * the fastest", header, rows)
     starts = fastest_from(ratios, names)
@@ -122,7 +122,7 @@ def main() -> None:
             "cpu": cpu(),
             "variant": variant,
             "kernels": names,
-            "products": told,
+            "products": lines,
             "torch": torch.__version__,
             "threads": options.threads,
         }

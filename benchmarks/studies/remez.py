@@ -35,15 +35,15 @@ def nearest_to_one(low: mpf, high: mpf, terms: int) -> tuple[list[mpf], mpf]:
             for j in range(terms):
                 system[i, j] = x ** (2 * j + 1)
             system[i, terms] = (-1) ** i
-        *found, level = lu_solve(system, ones)
+        *coefficients, level = lu_solve(system, ones)
 
-        def error(x: mpf, found: list[mpf] = found) -> mpf:
-            return 1 - fsum(value * x ** (2 * j + 1) for j, value in enumerate(found))
+        def error(x: mpf, coefficients: list[mpf] = coefficients) -> mpf:
+            return 1 - fsum(value * x ** (2 * j + 1) for j, value in enumerate(coefficients))
 
         moved = _extrema(grid, [error(x) for x in grid], count)
         worst = max(abs(error(x)) for x in moved)
         if worst - abs(level) < mpf(10) ** -25:
-            return found, worst
+            return coefficients, worst
         points = moved
     raise ArithmeticError("Remez' algorithm has not converged")
 
@@ -59,26 +59,26 @@ def composed(
     polynomials = []
     for number, degree in enumerate(degrees, 1):
         start = max(low, cushion * high)
-        found, worst = nearest_to_one(start / high, mpf(1), (degree + 1) // 2)
-        found = [value / high ** (2 * j + 1) for j, value in enumerate(found)]
-        lowest = min(1 - worst, fsum(value * low ** (2 * j + 1) for j, value in enumerate(found)))
+        polynomial, worst = nearest_to_one(start / high, mpf(1), (degree + 1) // 2)
+        polynomial = [value / high ** (2 * j + 1) for j, value in enumerate(polynomial)]
+        lowest = min(1 - worst, fsum(value * low ** (2 * j + 1) for j, value in enumerate(polynomial)))
         middle = (lowest + 1 + worst) / 2
         low, high = lowest / middle, (1 + worst) / middle
         margin = last if number == len(degrees) else safety
-        polynomials.append([value / middle / margin ** (2 * j + 1) for j, value in enumerate(found)])
+        polynomials.append([value / middle / margin ** (2 * j + 1) for j, value in enumerate(polynomial)])
     return polynomials, (low, high)
 
 
 def _extrema(grid: list[mpf], errors: list[mpf], count: int) -> list[mpf]:
     """Return where the error is extreme, at both ends and inside, with alternating signs."""
-    found = [grid[0]]
+    points = [grid[0]]
     for i in range(1, len(grid) - 1):
-        before, here, after = errors[i - 1 : i + 2]
-        if (here - before) * (after - here) <= 0:
-            found.append(grid[i] + (grid[i + 1] - grid[i]) / 2 * (before - after) / (before - 2 * here + after))
-    found.append(grid[-1])
-    assert len(found) == count, found  # so it is for every polynomial of the best kind
-    return found
+        before, middle, after = errors[i - 1 : i + 2]
+        if (middle - before) * (after - middle) <= 0:
+            points.append(grid[i] + (grid[i + 1] - grid[i]) / 2 * (before - after) / (before - 2 * middle + after))
+    points.append(grid[-1])
+    assert len(points) == count, points  # so it is for every polynomial of the best kind
+    return points
 
 
 def main() -> None:
@@ -93,8 +93,8 @@ def main() -> None:
     mp.dps = 60
     numbers = (mpf(number) for number in (options.cushion, options.safety, options.last_safety))
     polynomials, ends = composed(mpf(options.smallest), options.degrees, *numbers)
-    found = [[float(value) for value in polynomial] for polynomial in polynomials]
-    print(json.dumps({"polynomials": found, "maps to": [float(end) for end in ends]}, indent=1))
+    rows = [[float(value) for value in polynomial] for polynomial in polynomials]
+    print(json.dumps({"polynomials": rows, "maps to": [float(end) for end in ends]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def sent() -> int:
 def measure() -> None:
     """Measure both ways on one rank; rank 0 prints seconds and bytes of each round as JSON."""
     import muonmesh as mm
-    from muonmesh.comm.work import Work
+    from muonmesh.comm.step_callbacks import StepCallbacks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -54,33 +54,35 @@ def measure() -> None:
     connected = optimizer._runtime.connected
     assert connected is not None
     results = [torch.zeros(SIDE * SIDE, dtype=torch.bfloat16) for _ in range(world)]
-    ways: dict[str, Callable[[], Any]] = {
-        "passed on": lambda: connected.exchange.run(Work()),
+    variants: dict[str, Callable[[], Any]] = {
+        "passed on": lambda: connected.exchange.run(StepCallbacks()),
         "all-gather": lambda: dist.all_gather(results, torch.zeros_like(results[0])),
     }
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    samples: dict[str, list[tuple[float, int]]] = {variant: [] for variant in variants}
     for number in range(ROUNDS + 1):
-        for way in list(ways)[:: 1 if number % 2 else -1]:
+        for variant in list(variants)[:: 1 if number % 2 else -1]:
             dist.barrier()
             time.sleep(0.3)  # until what was sent before has left
             dist.barrier()
             before, began = sent(), time.perf_counter()
-            ways[way]()
+            variants[variant]()
             took = time.perf_counter() - began
             dist.barrier()
             time.sleep(0.2)
-            found[way].append((took, sent() - before))
+            samples[variant].append((took, sent() - before))
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, samples)
     if dist.get_rank() == 0:
-        told = {}
-        for way in ways:
-            rounds = [[one[way][number] for one in everyone] for number in range(1, ROUNDS + 1)]  # the first warms up
-            told[way] = {
-                "seconds": statistics.median(max(took for took, _ in some) for some in rounds),
-                "bytes": statistics.median(sum(count for _, count in some[::local]) for some in rounds),
+        summary = {}
+        for variant in variants:
+            rounds = [
+                [rank_samples[variant][number] for rank_samples in everyone] for number in range(1, ROUNDS + 1)
+            ]  # the first warms up
+            summary[variant] = {
+                "seconds": statistics.median(max(took for took, _ in values) for values in rounds),
+                "bytes": statistics.median(sum(count for _, count in values[::local]) for values in rounds),
             }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(summary), flush=True)
     dist.destroy_process_group()
 
 
@@ -88,21 +90,21 @@ def run(machines: int, local: int) -> dict[str, Any]:
     """Start the ranks of some machines, and return what they have measured."""
     from benchmarks.studies.bandwidth import hosts
 
-    with hosts(machines, MEGABITS) as found:
+    with hosts(machines, MEGABITS) as machines_up:
         ranks = []
         for number in range(machines * local):
-            host = found[number // local]
+            host = machines_up[number // local]
             environment = {
                 **os.environ,
                 **{"RANK": f"{number}", "WORLD_SIZE": f"{machines * local}", "LOCAL_RANK": f"{number % local}"},
-                **{"LOCAL_WORLD_SIZE": f"{local}", "MASTER_ADDR": found[0].address, "MASTER_PORT": "29711"},
+                **{"LOCAL_WORLD_SIZE": f"{local}", "MASTER_ADDR": machines_up[0].address, "MASTER_PORT": "29711"},
                 **{"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"},
             }
             command = [*host.prefix, sys.executable, "-m", "benchmarks.studies.replicas", "--rank"]
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        told = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
         assert all(rank.returncode == 0 for rank in ranks)
-    return dict(json.loads(told[0]))
+    return dict(json.loads(outputs[0]))
 
 
 def main() -> None:
@@ -110,23 +112,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.rank:
+    options = parser.parse_args()
+    if options.rank:
         measure()
         return
     figures = []
     print("machines × ranks | way | bytes on all links, of one copy a machine | seconds | of passing on")
     for machines, local in MACHINES:
-        told = run(machines, local)
+        record = run(machines, local)
         least = machines * (machines - 1) * local * SIDE * SIDE * 2  # each machine's results once to each other machine
-        for way, one in told.items():
-            share, ratio = one["bytes"] / least, one["seconds"] / told["passed on"]["seconds"]
-            print(f"{machines} × {local} | {way} | {share:.2f} | {one['seconds']:.3f} | {ratio:.2f}")
-            figures.append({"machines": machines, "ranks of each": local, "way": way, **one, "of one copy": share})
-    if asked.json:
+        for variant, figure in record.items():
+            share, ratio = figure["bytes"] / least, figure["seconds"] / record["passed on"]["seconds"]
+            print(f"{machines} × {local} | {variant} | {share:.2f} | {figure['seconds']:.3f} | {ratio:.2f}")
+            figures.append(
+                {"machines": machines, "ranks of each": local, "way": variant, **figure, "of one copy": share}
+            )
+    if options.json:
         command = "python -m benchmarks.studies.replicas --json benchmarks/results/replicas.json"
-        told = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "figures": figures}
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+        record = {"command": command, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "figures": figures}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

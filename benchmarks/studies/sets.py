@@ -47,9 +47,9 @@ def as_on_device() -> Iterator[None]:
     resolve = Orthogonalizer.of
 
     def of(*shape: int, device: torch.device, **options: Any) -> AsOnDevice:
-        found = replace(resolve(*shape, device=torch.device("cuda"), **options), device=device)
-        assert found.dtype == torch.float16, "devices compute in another dtype now"
-        return AsOnDevice(**{field.name: getattr(found, field.name) for field in fields(found)})
+        resolved = replace(resolve(*shape, device=torch.device("cuda"), **options), device=device)
+        assert resolved.dtype == torch.float16, "devices compute in another dtype now"
+        return AsOnDevice(**{field.name: getattr(resolved, field.name) for field in fields(resolved)})
 
     with mock.patch.object(Orthogonalizer, "of", of):
         yield
@@ -74,7 +74,7 @@ def _train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any
         optimizer.zero_grad()
     held_out = windows(text(held_out=True), HELD_OUT, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return {"validation": sum(loss(model, some).item() for some in held_out.split(BATCH)) * BATCH / HELD_OUT}
+        return {"validation": sum(loss(model, part).item() for part in held_out.split(BATCH)) * BATCH / HELD_OUT}
 
 
 def main() -> None:
@@ -92,13 +92,13 @@ def main() -> None:
     print("| model | set | " + " | ".join(f"seed {seed}" for seed in options.seeds) + " | mean |")
     print("|---" * (len(options.seeds) + 3) + "|")
     for kind in options.kinds:
-        found: dict[str, list[float]] = {name: [] for name in options.sets}
+        losses_by_set: dict[str, list[float]] = {name: [] for name in options.sets}
         for seed in options.seeds:
             for name in options.sets:
                 key = {"kind": kind, "coefficients": name, "seed": seed}
-                run = trainings.one(lambda: train(**key, steps=options.steps), **key)  # noqa: B023 - called at once
-                found[name].append(run["validation"])
-        for name, losses in found.items():
+                run = trainings.get(lambda: train(**key, steps=options.steps), **key)  # noqa: B023 - called at once
+                losses_by_set[name].append(run["validation"])
+        for name, losses in losses_by_set.items():
             cells = " | ".join(f"{value:.4f}" for value in losses)
             print(f"| {kind} | {name} | {cells} | {statistics.mean(losses):.4f} |", flush=True)
 

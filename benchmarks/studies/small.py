@@ -39,16 +39,16 @@ def seconds(shapes: Shapes, rounds: int) -> dict[str, list[float]]:
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     steps = {"muonmesh": mm.Muon(weights).step, "torch.optim.Muon": torch.optim.Muon(weights).step}
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in steps}
     repeats = max(1, 100 // len(shapes))
-    for turn in range(rounds + 2):
-        for name, step in list(steps.items())[:: 1 if turn % 2 else -1]:
+    for round_number in range(rounds + 2):
+        for name, step in list(steps.items())[:: 1 if round_number % 2 else -1]:
             start = time.process_time()
             for _ in range(repeats):
                 step()
-            if turn >= 2:
-                found[name].append((time.process_time() - start) / repeats)
-    return found
+            if round_number >= 2:
+                times[name].append((time.process_time() - start) / repeats)
+    return times
 
 
 def main() -> None:
@@ -61,11 +61,17 @@ def main() -> None:
     torch.manual_seed(0)
     tables, rows = {}, []
     for name, shapes in CASES.items():
-        found = seconds(shapes, options.rounds)
-        ours, theirs = found.values()
-        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        tables[name] = {"ratio": ratio, "seconds": found, "distinct shapes": len(set(shapes))}
-        rows.append([name, f"{ratio:.2f}", *(f"{statistics.median(some) * 1e3:.2f}" for some in (ours, theirs))])
+        times = seconds(shapes, options.rounds)
+        muonmesh_times, torch_times = times.values()
+        ratio = statistics.median(b / a for a, b in zip(muonmesh_times, torch_times, strict=True))
+        tables[name] = {"ratio": ratio, "seconds": times, "distinct shapes": len(set(shapes))}
+        rows.append(
+            [
+                name,
+                f"{ratio:.2f}",
+                *(f"{statistics.median(values) * 1e3:.2f}" for values in (muonmesh_times, torch_times)),
+            ]
+        )
     print_rows("small matrices, one thread", ["", "torch's time / ours", "ours, ms", "torch's, ms"], rows)
     if options.json is not None:
         record = {"cpu": cpu(), "torch": torch.__version__, "rounds": options.rounds, "tables": tables}

@@ -118,29 +118,29 @@ def judged(name: str, x: Tensor, **how: Any) -> dict[str, float]:
     """The figures of one set for one bf16 matrix, orthogonalized as `how` says."""
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     result = orthogonalize(x, coefficients=SETS[name], **how).double()
-    found = {"largest": float(torch.linalg.matrix_norm(result, 2))}
+    figures = {"largest": float(torch.linalg.matrix_norm(result, 2))}
     if name != "deflated":  # whose function is not of singular values alone
-        own = (u * own_function(name, s)) @ vh
-        found["own"] = float((result - own).norm() / own.norm())
+        expected = (u * own_function(name, s)) @ vh
+        figures["own"] = float((result - expected).norm() / expected.norm())
     count = int((s > s[0] / 2000).sum())
     inner = u[:, :count].mT @ result @ vh[:count].mT
-    found["polar"] = float((inner - torch.eye(count, dtype=torch.float64)).norm() / count**0.5)
-    return found
+    figures["polar"] = float((inner - torch.eye(count, dtype=torch.float64)).norm() / count**0.5)
+    return figures
 
 
 def rows_of(table: list[dict[str, Any]], sets: list[str]) -> list[list[str]]:
     """A line for each set: the worst matrix, and the middle of all."""
     lines = []
     for name in sets:
-        told = [name, str(sum(map(len, coefficient_schedule(SETS[name]))))]
+        row_cells = [name, str(sum(map(len, coefficient_schedule(SETS[name]))))]
         for key in ("largest", "own", "polar"):
-            found = [(row[name][key], row["input"]) for row in table if key in row[name]]
-            if found:
-                value, where = max(found)
-                told += [f"{value:.3f} ({where})", f"{statistics.median(value for value, _ in found):.4f}"]
+            values = [(row[name][key], row["input"]) for row in table if key in row[name]]
+            if values:
+                value, matrix_name = max(values)
+                row_cells += [f"{value:.3f} ({matrix_name})", f"{statistics.median(value for value, _ in values):.4f}"]
             else:
-                told += ["", ""]
-        lines.append(told)
+                row_cells += ["", ""]
+        lines.append(row_cells)
     return lines
 
 

@@ -57,11 +57,11 @@ class Budget:
 
     multiples: tuple[float, ...]
     decays: tuple[float, ...]
-    kept: int
+    keep: int
 
     def trainings(self, seeds: int) -> int:
         """Return how many trainings a rule gets at one size."""
-        return len(self.multiples) * len(self.decays) + AROUND + self.kept * (seeds - 1)
+        return len(self.multiples) * len(self.decays) + AROUND + self.keep * (seeds - 1)
 
 
 AROUND = 3
@@ -87,7 +87,9 @@ def around(best: Pair, multiples: Sequence[float], decays: Sequence[float]) -> l
     return [*((round(multiple * factor, 4), decay) for factor in factors), (multiple, round(further, 4))]
 
 
-def left(runs: Sequence[Run], sizes: Sequence[str], rules: Sequence[str], budget: Budget, seeds: int) -> list[Job]:
+def remaining_jobs(
+    runs: Sequence[Run], sizes: Sequence[str], rules: Sequence[str], budget: Budget, seeds: int
+) -> list[Job]:
     """Return the trainings that are left and can begin, in their order.
 
     Args:
@@ -97,29 +99,29 @@ def left(runs: Sequence[Run], sizes: Sequence[str], rules: Sequence[str], budget
         budget: Of each rule at each size.
         seeds: How many; the first is 0.
     """
-    done = {Job(*(run[name] for name in Job.__dataclass_fields__)): final(run) for run in runs}
+    finals = {Job(*(run[name] for name in Job.__dataclass_fields__)): final(run) for run in runs}
     jobs: list[Job] = []
     for size in sizes:
         stages: list[list[list[Job]]] = [[], [], []]  # of each stage each rule's
         for rule in rules:
-            for stage, found in zip(stages, _stages(done, size, rule, budget, seeds), strict=True):
-                stage.append(found)
+            for stage, stage_jobs in zip(stages, _stages(finals, size, rule, budget, seeds), strict=True):
+                stage.append(stage_jobs)
         for stage in stages:
-            longest = max((len(some) for some in stage), default=0)
-            jobs += [some[turn] for turn in range(longest) for some in stage if turn < len(some)]
-    return [job for job in jobs if job not in done]
+            longest = max((len(pairs) for pairs in stage), default=0)
+            jobs += [pairs[position] for position in range(longest) for pairs in stage if position < len(pairs)]
+    return [job for job in jobs if job not in finals]
 
 
-def _stages(done: Mapping[Job, float], size: str, rule: str, budget: Budget, seeds: int) -> list[list[Job]]:
+def _stages(finals: Mapping[Job, float], size: str, rule: str, budget: Budget, seeds: int) -> list[list[Job]]:
     """Return a rule's trainings stage by stage; a stage is empty while those before it are not done."""
     coarse = [Job(size, rule, multiple, decay, 0) for decay in budget.decays for multiple in budget.multiples]
-    if any(job not in done for job in coarse):
+    if any(job not in finals for job in coarse):
         return [coarse, [], []]
-    best = min(coarse, key=done.__getitem__)
+    best = min(coarse, key=finals.__getitem__)
     fine = [Job(size, rule, *pair, 0) for pair in around(best.pair, budget.multiples, budget.decays)]
-    if any(job not in done for job in fine):
+    if any(job not in finals for job in fine):
         return [coarse, fine, []]
-    ranked = sorted(coarse + fine, key=done.__getitem__)[: budget.kept]
+    ranked = sorted(coarse + fine, key=finals.__getitem__)[: budget.keep]
     return [coarse, fine, [Job(size, rule, *job.pair, seed) for job in ranked for seed in range(1, seeds)]]
 
 
@@ -133,8 +135,8 @@ def chosen(runs: Sequence[Run], rule: str) -> list[Run]:
         if run["rule"] == rule:
             pairs.setdefault((run["multiple"], run["decay"]), []).append(run)
     most = max(map(len, pairs.values()))
-    full = [sorted(some, key=lambda run: run["seed"]) for some in pairs.values() if len(some) == most]
-    return min(full, key=lambda some: statistics.mean(map(final, some)))
+    full = [sorted(same_pair, key=lambda run: run["seed"]) for same_pair in pairs.values() if len(same_pair) == most]
+    return min(full, key=lambda same_pair: statistics.mean(map(final, same_pair)))
 
 
 def final(run: Run) -> float:
@@ -169,6 +171,6 @@ def rate_at(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
 
-def record(job: Job, found: Mapping[str, Any]) -> dict[str, Any]:
+def record(job: Job, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finished training as the line of a file."""
-    return {"kind": "run", **asdict(job), **found}
+    return {"kind": "run", **asdict(job), **result}

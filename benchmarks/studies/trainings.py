@@ -27,14 +27,14 @@ class Trainings:
         self.path, self.options, self.runs = path, options, []
         if path is not None and path.is_file():
             earlier = json.loads(path.read_text())
-            made = {"torch": earlier["torch"], **earlier["options"]}
-            if made != {"torch": torch.__version__, **options}:
-                raise SystemExit(f"{path} was made with {made}; give another --json")
+            description = {"torch": earlier["torch"], **earlier["options"]}
+            if description != {"torch": torch.__version__, **options}:
+                raise SystemExit(f"{path} was made with {description}; give another --json")
             self.runs = earlier["runs"]
 
     runs: list[dict[str, Any]]
 
-    def one(self, train: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any]:
+    def get(self, train: Callable[[], dict[str, Any]], **key: Any) -> dict[str, Any]:
         """Return the training of this key: from the file, or made now and kept.
 
         Args:

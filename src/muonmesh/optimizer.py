@@ -19,11 +19,11 @@ from muonmesh.checkpoint.state import SavedGroup, refuse_torn, restore_state, wi
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.norm_means import bring_to_host, keep_means, means_of
+from muonmesh.comm.communicator import Counts
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource, check_source
-from muonmesh.comm.meeting import telling_failure, withdraw_failure
+from muonmesh.comm.rendezvous import announcing_failure, withdraw_failure
 from muonmesh.comm.storage import world_size
 from muonmesh.comm.to_owners import ToOwners
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error, warn
 from muonmesh.groups import ParamGroups
 from muonmesh.layout import Declared
@@ -33,7 +33,7 @@ from muonmesh.report.explain import Explanation, explain, summary
 from muonmesh.report.metrics import measure
 from muonmesh.settings import LOST_GROUP, LOST_LAYOUTS, MuonSettings, ProcessGroup, shows_settings
 from muonmesh.settings.checks import algorithm_of, check_process_group, read_settings
-from muonmesh.settings.reading import SettingsFound, keep_rates_apart, read_groups
+from muonmesh.settings.reading import StepSettings, keep_rates_apart, read_groups
 from muonmesh.step.connection import connect, forget, outdated, plan
 from muonmesh.step.elementwise_step import step_elementwise
 from muonmesh.step.flag_vector import Flags
@@ -44,7 +44,7 @@ from muonmesh.step.parameters import Collected, ReadyParameters, collect, rememb
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
-from muonmesh.step.runtime import Asked, Clip, Runtime
+from muonmesh.step.runtime import Clip, Requested, Runtime
 from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
 
@@ -55,7 +55,7 @@ class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
     planned: Planned
-    settings: SettingsFound
+    settings: StepSettings
     collected: Collected
     flags: Flags
     clip: Clip
@@ -151,9 +151,9 @@ class Muon(torch.optim.Optimizer):
         lr: float | Tensor = 3e-4,
         **settings: Unpack[MuonSettings],
     ) -> None:
-        given = settings.get("process_group")
-        with_others = given in (None, "world", "auto") or isinstance(given, dist.ProcessGroup)
-        with telling_failure(alone=not with_others):
+        process_group = settings.get("process_group")
+        with_others = process_group in (None, "world", "auto") or isinstance(process_group, dist.ProcessGroup)
+        with announcing_failure(alone=not with_others):
             defaults, shared = read_settings(lr, settings)
             if isinstance(params, nn.Module):
                 write = "Write muonmesh.from_model(model, lr=...)"
@@ -161,10 +161,10 @@ class Muon(torch.optim.Optimizer):
             if isinstance(params, (set, frozenset)):  # parameters without names are known by their order
                 needed = "ordered collections, the same order on every rank"
                 raise TypeError(explain_error("params", "a set", needed, "Write a list"))
-            asked = Asked(*(shared[name] for name in Asked._fields))
+            requested = Requested(*(shared[name] for name in Requested._fields))
             # A copy of the layouts, so that later changes of the caller's mapping have no effect here.
             layouts = dict(shared["layouts"] or {})
-            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, asked)
+            self._runtime = Runtime(Precision.of(shared), shared["process_group"], layouts, requested)
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
@@ -216,29 +216,29 @@ class Muon(torch.optim.Optimizer):
             )
         group = dict(param_group)
         if self._runtime.complete and "algorithm" not in group and "use_muon" not in group:
-            found = 'no "algorithm" in a group that is added later'
+            problem = 'no "algorithm" in a group that is added later'
             needed = '"muon" or "adamw", since an embedding is a matrix too and its module is not known here'
             write = 'Write add_param_group({..., "algorithm": "adamw"}), or add the groups that '
             write += "muonmesh.split_params(module) returns"
-            raise ValueError(explain_error("group", found, needed, write))
-        held = group["params"]
-        pairs = [held] if isinstance(held, Tensor) else held if isinstance(held, set) else list(held)
+            raise ValueError(explain_error("group", problem, needed, write))
+        members = group["params"]
+        pairs = [members] if isinstance(members, Tensor) else members if isinstance(members, set) else list(members)
         group["params"] = pairs
         group["algorithm"] = algorithm_of(group)
         if group["algorithm"] == "adamw":
             group = own_names(f"group {group.get('name')!r}", group)
         group.setdefault("name", f"group{len(self.param_groups)}")
         if any(other.get("name") == group["name"] for other in self.param_groups):
-            found = f"{group['name']!r} twice"
-            raise ValueError(explain_error("group name", found, "unique names", "Rename one of the groups"))
-        seen = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
-        if len({id(p) for p in seen}) != len(seen):
-            where = f"group {group['name']!r}"
-            raise ValueError(explain_error(where, "a parameter twice", "each once", "Remove one of them"))
+            problem = f"{group['name']!r} twice"
+            raise ValueError(explain_error("group name", problem, "unique names", "Rename one of the groups"))
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in pairs]
+        if len({id(p) for p in tensors}) != len(tensors):
+            subject = f"group {group['name']!r}"
+            raise ValueError(explain_error(subject, "a parameter twice", "each once", "Remove one of them"))
         if not any(isinstance(entry, tuple) for entry in pairs):
-            group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(seen))])
+            group.setdefault("param_names", [f"{group['name']}.{i}" for i in range(len(tensors))])
         names = [e[0] for e in pairs] if any(isinstance(e, tuple) for e in pairs) else group["param_names"]
-        keep_gradients_of_views(list(zip(names, seen, strict=False)), self._runtime.layouts)
+        keep_gradients_of_views(list(zip(names, tensors, strict=False)), self._runtime.layouts)
         super().add_param_group(group)
         try:
             runtime, groups = self._runtime, self.param_groups
@@ -339,11 +339,11 @@ class Muon(torch.optim.Optimizer):
         runtime, groups = self._runtime, self.param_groups
         while True:
             settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
-            before, here = outdated(groups, runtime, settings), None
+            before, optimizer = outdated(groups, runtime, settings), None
             if before is None:
-                before, here = runtime.connected or connect(groups, runtime), self
-            if (found := work(before, here, settings.error)) is not None:
-                return found
+                before, optimizer = runtime.connected or connect(groups, runtime), self
+            if (result := work(before, optimizer, settings.error)) is not None:
+                return result
             forget(runtime)
 
     def _preflight(self, clip: Clip) -> _Agreed | None:
@@ -394,8 +394,8 @@ class Muon(torch.optim.Optimizer):
         """Note the step that all ranks have agreed on, and return whether it changes nothing."""
         runtime, (_, settings, collected, flags, clip) = self._runtime, agreed
         for number in settings.counting:  # steps that raise count on no rank
-            group, taken = self.param_groups[number], settings.rules[number].steps_taken
-            group["steps_taken"] = taken + (not settings.at_rest)
+            group, steps_taken = self.param_groups[number], settings.rules[number].steps_taken
+            group["steps_taken"] = steps_taken + (not settings.at_rest)
             if not settings.at_rest:
                 runtime.last.counted.append(group)
         if (found_inf := getattr(self, "found_inf", None)) is not None:
@@ -421,13 +421,15 @@ class Muon(torch.optim.Optimizer):
                 offload = Offload(planned.device, elements=planned.plan.budget.elements_on_device)
             work = MuonStep(planned, ReadyParameters(planned, collected.muon, precision), offload)
         elementwise = []
-        for some in collected.adamw:
-            rule = settings.rules[some[0].member.group]
-            elementwise.append(partial(step_elementwise, rule, some, precision, flags, squares, offload))
+        for entries in collected.adamw:
+            rule = settings.rules[entries[0].member.group]
+            elementwise.append(partial(step_elementwise, rule, entries, precision, flags, squares, offload))
         watched = torch.autograd.profiler._is_profiler_enabled
-        runtime.interrupted = f"a step (number {exchange.wire.steps} of this plan)"
+        runtime.interrupted = f"a step (number {exchange.communicator.steps} of this plan)"
         try:
-            work.ready.begin(exchange.wire, settings.rules, flags, squares, collected.seen and collected.seen.version)
+            work.ready.begin(
+                exchange.communicator, settings.rules, flags, squares, collected.seen and collected.seen.version
+            )
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)
             work.ready.finish()
@@ -462,8 +464,8 @@ class Muon(torch.optim.Optimizer):
             per_device: dict[Any, Any] = scaler._found_inf_per_device(self)
             if not per_device:  # the scaler saw no gradient, and ``scaler.update()`` needs an entry
                 per_device[flags.overflow.device] = torch.zeros((), dtype=torch.float32, device=flags.overflow.device)
-            for found in per_device.values():
-                found.copy_(flags.overflow)
+            for overflows in per_device.values():
+                overflows.copy_(flags.overflow)
         elif flags.overflow.device.type == "cpu" and bool(flags.overflow) and not bool(found_inf):
             warn(
                 "GradScaler: found an overflow on another rank only; all ranks skip, but their loss scales differ from "
@@ -517,8 +519,8 @@ class Muon(torch.optim.Optimizer):
         check_process_group(process_group, ("world", "local"))
         runtime, ranks = self._runtime, group_for(process_group)
         limits = Limits(max_norm, policy, skip_above, norms, norm_type)
-        found, runtime.clip = self._meet(partial(clip_gradients, limits=limits, runtime=runtime, process_group=ranks))
-        return found
+        result, runtime.clip = self._meet(partial(clip_gradients, limits=limits, runtime=runtime, process_group=ranks))
+        return result
 
     # ---------------------------------------------------------------- state
 
@@ -555,9 +557,9 @@ class Muon(torch.optim.Optimizer):
             self._runtime.refuse_if_interrupted()
             if self._runtime.precision.int8:
                 widen_state(self.state, plan(self.param_groups, self._runtime), self._runtime.last.blocks)
-            found = super().state_dict()
-            found["param_groups"] = [SavedGroup.of(group) for group in found["param_groups"]]
-            return found
+            state_dict = super().state_dict()
+            state_dict["param_groups"] = [SavedGroup.of(group) for group in state_dict["param_groups"]]
+            return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the optimizer's attributes without plan and ProcessGroup. The latter cannot be pickled."""
@@ -565,10 +567,10 @@ class Muon(torch.optim.Optimizer):
         runtime = self._runtime
         lost = isinstance(runtime.process_group, dist.ProcessGroup)
         fresh = Runtime(
-            replace(runtime.precision, kernels=runtime.asked.kernels),
+            replace(runtime.precision, kernels=runtime.requested.kernels),
             LOST_GROUP if lost else runtime.process_group,
             LOST_LAYOUTS if runtime.layouts else {},
-            runtime.asked,
+            runtime.requested,
             runtime.source,
             complete=runtime.complete,
             interrupted=runtime.interrupted,
@@ -613,7 +615,7 @@ class Muon(torch.optim.Optimizer):
         `explain` predicts these numbers.
         """
         connected = self._runtime.connected
-        return Counts() if connected is None else connected.exchange.wire.counts
+        return Counts() if connected is None else connected.exchange.communicator.counts
 
     def explain(self) -> Explanation:
         """Return what updates each parameter and why, its owner, and the cost of a step; ``str()`` gives a table.
@@ -641,6 +643,6 @@ class Muon(torch.optim.Optimizer):
         groups of which it stores a part. They are NaN if another rank had an error, which the next step raises.
         """
         runtime = self._runtime
-        found = self._meet(partial(measure, runtime=runtime))
+        figures = self._meet(partial(measure, runtime=runtime))
         runtime.last.squares = runtime.last.squares or {}
-        return found
+        return figures

@@ -22,6 +22,12 @@ from tests.support.disks import read_only, small_disk
 from tests.support.folders import read, write
 from tests.support.workers import Pool
 
+COVERS = (
+    "checkpoint.folder.CheckpointReader",
+    "checkpoint.folder.write",
+    "files.write_text",
+)
+
 RANKS = 2
 SETTINGS = {"groups": [{"lr": 0.1, "rule": "muon"}], "step": 7}
 

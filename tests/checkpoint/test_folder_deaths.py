@@ -23,6 +23,11 @@ from tests.support.alone import DEAD, Point, alone, die, files_of_at_most, in_ch
 from tests.support.disks import read_only, small_disk
 from tests.support.folders import read, write
 
+COVERS = (
+    "checkpoint.folder.look",
+    "checkpoint.folder.put",
+)
+
 OLD, NEW, NEXT = 1, 2, 3
 FAMILY = "step-"
 

@@ -33,6 +33,11 @@ from muonmesh.errors import FileError, StateError
 from tests.support.folders import forge, read, write
 from tests.support.mutations import Acts
 
+COVERS = (
+    "checkpoint.manifest.read_manifest",
+    "checkpoint.manifest.check_cover",
+)
+
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its size
 LONGEST = 10.0
 """Seconds of this process that a load may take until it refuses: of what is tried here, nothing took more than 4."""

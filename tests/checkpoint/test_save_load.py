@@ -25,6 +25,13 @@ import muonmesh as mm
 from tests.support import layouts, problem
 from tests.support.meshes import mesh_of
 
+COVERS = (
+    "checkpoint.save_load.save",
+    "checkpoint.save_load.load",
+    "checkpoint.state.restore_state",
+    "checkpoint.save_load.reshard",
+)
+
 COMPUTE = torch.float32
 
 
@@ -35,18 +42,9 @@ def build(layout: str) -> tuple[nn.Module, mm.Muon]:
     return model, mm.Muon(problem.groups(model), process_group=group, **settings)
 
 
-def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
-    for step in range(first, last):
-        for name, gradient in problem.gradients(step).items():
-            parameter = model.get_parameter(name)
-            parameter.grad = problem.placed_like(parameter, gradient)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 def save(layout: str, path: str, flat: bool) -> None:
     model, optimizer = build(layout)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = {
         "model": get_model_state_dict(model),
@@ -65,7 +63,7 @@ def load(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    advance(model, optimizer, 2, 4)
+    problem.advance(model, optimizer, 2, 4)
     return problem.result(model, optimizer)
 
 
@@ -84,7 +82,7 @@ def test_resharding_continues_bit_for_bit(
 ) -> None:
     workers(before[0]).run(save, before[1], str(tmp_path), flat)
     model, optimizer = build("local")
-    advance(model, optimizer, 0, 4)
+    problem.advance(model, optimizer, 0, 4)
     expected = problem.result(model, optimizer)
     for result in workers(after[0]).run(load, after[1], str(tmp_path), flat):
         assert problem.differing(result, expected) == []
@@ -109,7 +107,7 @@ def test_resharding_between_meshes_and_shared_momentum(
 def full_state(path: str, layout: str = "fsdp") -> None:
     """A full state dict from several ranks, as a single process would save it."""
     model, optimizer = build(layout)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() == 0:
@@ -123,7 +121,7 @@ def broadcast(path: str, layout: str = "fsdp") -> dict[str, Tensor]:
     full: tuple[Any, Any] = torch.load(path, weights_only=True) if dist.get_rank() == 0 else ({}, {})
     set_model_state_dict(model, full[0], options=options)
     set_optimizer_state_dict(model, optimizer, full[1], options=options)
-    advance(model, optimizer, 2, 4)
+    problem.advance(model, optimizer, 2, 4)
     return problem.result(model, optimizer)
 
 
@@ -132,14 +130,14 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
     path = str(tmp_path / "full.pt")
     workers(4).run(full_state, path, layout)
     model, optimizer = build("local")
-    advance(model, optimizer, 0, 4)
+    problem.advance(model, optimizer, 0, 4)
     expected = problem.result(model, optimizer)
 
     alone, other = build("local")
     weights, state = torch.load(path, weights_only=True)
     set_model_state_dict(alone, weights)
     set_optimizer_state_dict(alone, other, state)
-    advance(alone, other, 2, 4)
+    problem.advance(alone, other, 2, 4)
     assert problem.differing(problem.result(alone, other), expected) == []
     for result in workers(2).run(broadcast, path, layout):
         assert problem.differing(result, expected) == []
@@ -153,7 +151,7 @@ def creates_state() -> list[str]:
         if ask:
             state = get_optimizer_state_dict(model, optimizer)
             assert len(state["state"]) == len(problem.PARAMETERS)
-        advance(model, optimizer, 0, 3)
+        problem.advance(model, optimizer, 0, 3)
         results.append(problem.result(model, optimizer))
     return problem.differing(*results)
 
@@ -164,7 +162,7 @@ def test_asking_for_state_before_the_first_step_changes_nothing(workers) -> None
 
 def placements() -> list[bool]:
     model, optimizer = build("fsdp")
-    advance(model, optimizer, 0, 1)
+    problem.advance(model, optimizer, 0, 1)
     return [
         value.placements == parameter.placements and value.shape == parameter.shape
         for parameter in model.parameters()
@@ -183,9 +181,9 @@ def wrong_kinds() -> list[str]:
     """Whole tensors into shards, and shards of another placement: an error, not half of the momentum."""
     messages = []
     whole_model, whole_optimizer = build("local")
-    advance(whole_model, whole_optimizer, 0, 1)
+    problem.advance(whole_model, whole_optimizer, 0, 1)
     other_model, other_optimizer = build("shard1")
-    advance(other_model, other_optimizer, 0, 1)
+    problem.advance(other_model, other_optimizer, 0, 1)
     for source in (whole_optimizer, other_optimizer):
         _, optimizer = build("shard0")
         with pytest.raises(mm.StateError) as found:
@@ -235,12 +233,12 @@ class Late(dcp.FileSystemWriter):
 
 def save_while_training(layout: str, path: str) -> None:
     model, optimizer = build(layout)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     writer = Late(path)
     apart = dist.new_group(list(range(dist.get_world_size())))  # the writers' collectives must not meet the steps'
     saving: Any = dcp.async_save(state, storage_writer=writer, process_group=apart)
-    advance(model, optimizer, 2, 4)
+    problem.advance(model, optimizer, 2, 4)
     assert not saving.done()
     writer.now.set()
     saving.result()
@@ -251,7 +249,7 @@ def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: P
     """Steps write momentum and weights in place; torch copies them before `async_save` returns."""
     workers(2).run(save_while_training, layout, str(tmp_path))
     model, optimizer = build("local")
-    advance(model, optimizer, 0, 4)
+    problem.advance(model, optimizer, 0, 4)
     expected = problem.result(model, optimizer)
     for result in workers(2).run(load, layout, str(tmp_path), False):
         assert problem.differing(result, expected) == []

@@ -23,6 +23,8 @@ import muonmesh as mm
 from tests.support import problem
 from tests.support.meshes import mesh_of
 
+COVERS = ("checkpoint.save_load.checkpointed",)
+
 NAMES = ("few", "qkv", "embedding", "square", "experts", "expert_gate_up", "conv1d", "bias")
 AT = 3  # matrices and AdamW's on either side
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # of a group that several ranks have, DCP keeps one list

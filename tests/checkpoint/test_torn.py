@@ -15,6 +15,12 @@ from muonmesh.checkpoint import record
 from muonmesh.checkpoint.manifest import REMEDY, unreadable
 from tests.support.workers import Pool
 
+COVERS = (
+    "checkpoint.ranks.settled",
+    "checkpoint.ranks.first_difference",
+    "checkpoint.state.refuse_torn",
+)
+
 
 def stepped() -> tuple[nn.Module, mm.Muon]:
     torch.manual_seed(0)

@@ -28,6 +28,14 @@ from muonmesh.numerics.kernels import auto_takes, compiled, threads
 from muonmesh.step.runtime import Driver
 from tests.support import emulated, gathered, pretended, problem
 
+COVERS = (
+    "comm.exchange.Exchange",
+    "comm.same_plan.insist",
+    "step.connection.connect",
+    "step.preflight.preflight",
+    "step.planning.widened",
+)
+
 
 def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -642,7 +650,7 @@ def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
 
 def kept() -> dict[str, int]:
     """Where the buffers of a step are, by role."""
-    roles = {role: views[None] for (role, _), views in vars(threads._mine)["scratch"].items()}
+    roles = {role: views[None] for (role, _), views in vars(threads._thread_local)["scratch"].items()}
     assert {"gather.send 0", "scatter.receive 1"} <= roles.keys()
     return {role: buffer.data_ptr() for role, buffer in roles.items()}
 

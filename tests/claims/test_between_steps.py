@@ -21,7 +21,13 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import GROUP_SETTINGS
-from muonmesh.settings.reading import SettingsFound, read_groups
+from muonmesh.settings.reading import StepSettings, read_groups
+
+COVERS = (
+    "settings.reading.read_groups",
+    "step.parameters.Snapshot",
+    "checkpoint.state.widen_state",
+)
 
 NUMBERS: list[Any] = [
     *(
@@ -576,7 +582,7 @@ def outcome(training: Training) -> Any:
     return all_of(training)
 
 
-def told(found: SettingsFound) -> Any:
+def told(found: StepSettings) -> Any:
     rules = [rule and (type(rule), [bits(getattr(rule, each.name)) for each in fields(rule)]) for rule in found.rules]
     return str(found.error), found.at_rest, found.counting, rules, found.terms
 

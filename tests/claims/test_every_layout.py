@@ -16,6 +16,11 @@ from tests.support import layouts, problem
 from tests.support.layouts import R, S, strided
 from tests.support.meshes import mesh_of
 
+COVERS = (
+    "comm.placing.storage_of",
+    "comm.sharing.sharded_over_replicas",
+)
+
 EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
     "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),

@@ -35,6 +35,7 @@ from muonmesh.layout import (
 from tests.support import fuzzing, meshes
 from tests.support.fuzzing import COUNT, Placed, contents, stored, torch_placements
 from tests.support.reference import split
+from tests.support.tensors import same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -291,16 +292,12 @@ def differing(model: Model, outcomes: list[Outcome]) -> list[str]:
             assert (mine is not None) == (rank in held.targets[0].ranks)
             if mine is None:
                 continue
-            if not same(mine.weights, contents(held.targets, rank, weights[number], PADDING)):
+            if not same_bits(mine.weights, contents(held.targets, rank, weights[number], PADDING)):
                 found.append(f"weights of p{number} on rank {rank}")
             expected = contents(mine.layouts, rank, momenta[number], 0.0)
-            if not (same(mine.momentum, expected) if mine.momentum is not None else not expected.any()):
+            if not (same_bits(mine.momentum, expected) if mine.momentum is not None else not expected.any()):
                 found.append(f"momentum of p{number} on rank {rank}")
     return found
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 # Ranks: generated models, of one to three holdings each.

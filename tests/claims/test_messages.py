@@ -18,6 +18,11 @@ import muonmesh as mm
 from muonmesh import checkpoint
 from muonmesh.numerics.rules import RULES
 
+COVERS = (
+    "errors.about",
+    "errors.calling",
+)
+
 WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     *(("ns_coefficients", value, {}) for value in ("polarexpress", [], [(1.0,)], [(float("nan"), 1.0)], 3, [3, 4])),
     *(("ns_steps", value, {}) for value in (0, -1, 2.5, True, "five")),
@@ -174,7 +179,7 @@ BY_HAND = {
     # A part that may import nothing of ours, `errors` neither.
     "numerics/kernels/__init__.py": {"kernels", "kernels="},
     # What another rank's message said, which has its four parts.
-    "comm/meeting.py": {"failed"},
+    "comm/rendezvous.py": {"failed"},
     "checkpoint/state.py": {"str(error)"},
 }
 """Files with the messages, by how they begin or as they are written, that are not composed there, and why."""

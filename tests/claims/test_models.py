@@ -16,6 +16,7 @@ import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import models, problem
 from tests.support.reference import reference_step, split
+from tests.support.tensors import relative_error
 
 pytestmark = pytest.mark.slow
 RANKS = 4
@@ -205,10 +206,6 @@ def trained(workers: Any) -> Callable[..., list[Record]]:
     return run
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 def oracle(record: Record) -> Tensors:
     """Step the fp64 reference with the recorded gradients; `tests.support.models` says which matrices there are."""
     parameters = {name: value.double() for name, value in record.steps[0][0].items()}
@@ -232,8 +229,8 @@ def check_oracle(records: list[Record]) -> None:
         assert problem.differing(record.final, first.final) == [], "replicas differ"
         assert record.written == set()
     for name, value in first.final.items():
-        error = relative(value, expected[name])
-        moved = relative(expected[name], start[name])
+        error = relative_error(value, expected[name])
+        moved = relative_error(expected[name], start[name])
         assert error < 1e-5, name  # 5e-7 was seen
         assert error < 1e-4 * moved, name  # 1e-5 was seen, where fp32 rounds weights near 1
 
@@ -251,7 +248,7 @@ def test_the_ranks_make_the_gradients_of_one_process(trained: Any, family: str, 
     for step, (parameters, gradients) in enumerate(record.steps):
         model.load_state_dict(parameters)
         models.backward(model, models.tokens(step, 4, 12))
-        errors = {name: relative(gradients[name], p.grad) for name, p in model.named_parameters()}
+        errors = {name: relative_error(gradients[name], p.grad) for name, p in model.named_parameters()}
         assert max(errors.values()) < 1e-5, errors
 
 

@@ -23,15 +23,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
-from muonmesh.comm import meeting
+from muonmesh.comm import rendezvous
 from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
 from muonmesh.step.runtime import Driver
 from tests.support import meshes, problem
+from tests.support.tensors import same_bits
 from tests.support.workers import RankFailure
 
 SOON = 20.0
 """Seconds within which every rank must have ended; the ranks' collectives wait for minutes."""
+
+COVERS = (
+    "comm.rendezvous.announcing_failure",
+    "comm.gather_objects.gather_objects",
+    "comm.rendezvous.naming_missing_ranks",
+    "step.flag_vector.Flags",
+    "step.replicas.said_of_settings",
+)
 
 
 class Two(nn.Module):
@@ -64,10 +73,6 @@ def give(model: nn.Module, step: int) -> None:
 
 def values(model: nn.Module) -> list[Tensor]:
     return [problem.whole(p) for p in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # ------------------------------------------------------------------ parameters and state that cannot be used
@@ -184,7 +189,7 @@ def different_setting(key: str, value: Any, waits: bool) -> bool:
     told = rf"{name}: found (\w+=).* on rank 0 and \1.* on rank 1.*alike on every rank"
     with pytest.raises(mm.PlanError, match=told):
         optimizer.step()
-    return same(before if waits else before[:1], values(model) if waits else values(model)[:1])
+    return same_bits(before if waits else before[:1], values(model) if waits else values(model)[:1])
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
@@ -209,7 +214,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
                 if not waits:
                     before = values(model)[:1]
                     optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
-                    assert same(before, values(model)[:1])
+                    assert same_bits(before, values(model)[:1])
                 with pytest.raises((mm.PlanError, ValueError, TypeError), match=r"lr|sparse"):
                     optimizer.step()
                 optimizer.param_groups[0]["lr"] = 0.1
@@ -217,7 +222,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
             optimizer.step()
         optimizer._begin()
         results.append((values(model)[:1], [group["steps_taken"] for group in optimizer.param_groups]))
-    return results[1][1], same(results[0][0], results[1][0])
+    return results[1][1], same_bits(results[0][0], results[1][0])
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
@@ -242,7 +247,7 @@ def different_dtype(kind: str) -> None:
     before = values(model)
     with pytest.raises(mm.PlanError, match=r"(matrix|vector): found .* on rank 0 and .* on rank 1"):
         optimizer.step()
-    assert same(before, values(model))
+    assert same_bits(before, values(model))
 
 
 @pytest.mark.parametrize("kind", ["state", "master", "parameter", "tensor lr"])
@@ -286,7 +291,7 @@ def different_clip(key: str, waits: bool) -> None:
             optimizer.clip_grad_norm_(**arguments)
     else:
         assert bool(optimizer.clip_grad_norm_(**arguments).skipped)
-    assert same(before, [p.grad for p in model.parameters()])
+    assert same_bits(before, [p.grad for p in model.parameters()])
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
@@ -334,9 +339,9 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
             optimizer.step()
     except (mm.PlanError, ValueError) as error:
         kept = slice(None) if waits else slice(1)  # AdamW's half is masked on CUDA only
-        assert same(before[kept], values(model)[kept]), "something was written"
+        assert same_bits(before[kept], values(model)[kept]), "something was written"
         return f"{type(error).__name__}: {error}"
-    assert not same(before[:1], values(model)[:1])
+    assert not same_bits(before[:1], values(model)[:1])
     return "stepped"
 
 
@@ -425,7 +430,7 @@ def test_a_plan_that_changes_everywhere_goes_on(workers, waits: bool) -> None:
 def construction_fails(how: str) -> tuple[str, float]:
     """Rank 1 cannot make its optimizer; the others learn of it when they come to their first step."""
     rank, stages = dist.get_rank(), how.startswith("stage")
-    meeting.GRACE = 0.5
+    rendezvous.GRACE = 0.5
     groups = [dist.new_group([0]), dist.new_group([1])]
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
     overrides = {"nothing.of.this.name": "adamw"} if rank == 1 else None
@@ -480,7 +485,7 @@ def caught_and_made_anew() -> None:
 def alone(what: str) -> tuple[str, float]:
     """Rank 0 calls what rank 1 does not."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     model, optimizer = build(process_group=group)
     give(model, 0)
     optimizer.step()
@@ -508,7 +513,7 @@ def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: 
 def dies_in_the_step(file: str) -> None:
     """Rank 1 agrees to the step and then dies; rank 0 says so, and does not build upon what is half written."""
     model, optimizer = build("fsdp")
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     give(model, 0)
     optimizer.step()
     give(model, 1)
@@ -575,7 +580,7 @@ def mutated(key: str, value: Any, missing: bool, first: bool) -> tuple[str, bool
     try:
         optimizer.step()
     except (mm.PlanError, ValueError, TypeError) as error:
-        return str(error), same(before, values(model))
+        return str(error), same_bits(before, values(model))
     return "stepped", True
 
 
@@ -624,7 +629,7 @@ def replicas_differ(what: str) -> None:
     }
     with pytest.raises(mm.PlanError, match=named.get(what, f"matrix: found {what}")):
         optimizer.step()
-    assert same(before, values(model))
+    assert same_bits(before, values(model))
 
 
 @pytest.mark.parametrize("what", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
@@ -655,9 +660,9 @@ def gradients_of_own_batches(how: str) -> bool:
         told = rf"^{name}: The ranks 0 and 1 hold replicas of this parameter, but their gradients differ \("
         with pytest.raises(mm.LayoutError, match=told):
             optimizer.step()
-        return same(before, values(model))
+        return same_bits(before, values(model))
     optimizer.step()
-    return not same(before, values(model))
+    return not same_bits(before, values(model))
 
 
 @pytest.mark.parametrize("how", ["own", "one", "mirrored", "averaged", "rounded", "local"])
@@ -675,7 +680,7 @@ def other_widths(where: str) -> None:
     before = values(model)
     with pytest.raises(mm.PlanError, match=r"Rank 0 has '[01]\.weight: shape .* where rank 1 has '[01]\.weight: shape"):
         optimizer.step()
-    assert same(before, values(model))
+    assert same_bits(before, values(model))
 
 
 @pytest.mark.parametrize("where", ["hidden", "out"])
@@ -694,7 +699,7 @@ def save_replicas(path: str, how: str) -> tuple[str, bool]:
         mm.checkpoint.save(path, model, optimizer)
     fresh, other = build()
     mm.checkpoint.load(path, fresh, other)
-    return " ".join(str(each.message) for each in caught), same(*([v] for v in gathered(fresh.vector.detach())))
+    return " ".join(str(each.message) for each in caught), same_bits(*([v] for v in gathered(fresh.vector.detach())))
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
@@ -806,7 +811,7 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
         try:
             optimizer.step()
         except mm.MuonMeshError as error:
-            kept = [same([old], [new]) for old, new in zip(before, values(model), strict=True)]
+            kept = [same_bits([old], [new]) for old, new in zip(before, values(model), strict=True)]
             assert all(kept) or (not waits and kept[0] and kept[3])  # AdamW's half is masked on CUDA only
             return f"{type(error).__name__}: {error}"
         other.step()
@@ -885,7 +890,7 @@ def lacking(operation: str, steps: int) -> bool:
         optimizer.step()
     assert isinstance(error.value, MemoryError if dist.get_rank() == 1 else mm.PlanError)
     assert time.monotonic() - began < SOON
-    written = not same(before, values(model))
+    written = not same_bits(before, values(model))
     optimizer.step()
     return written
 
@@ -905,7 +910,7 @@ def local_values(model: nn.Module) -> list[Tensor]:
 def lacking_while_it_writes(file: str) -> list[str]:
     """Let memory run out on rank 1 after AdamW has written its moments; that rank then ends, as by an error."""
     model, optimizer = build("fsdp")
-    meeting.PATIENCE = 1.0
+    rendezvous.PATIENCE = 1.0
     for step in range(2):
         give(model, step)
         if step == 0:
@@ -917,9 +922,9 @@ def lacking_while_it_writes(file: str) -> list[str]:
                 getattr(optimizer, name)()
             told.append(f"{type(error.value).__name__}: {error.value} {getattr(error.value, '__notes__', '')}")
             if dist.get_rank() == 1 and name == "state_dict":
-                Path(f"{file}.1").write_text(json.dumps([told, same(before, local_values(model))]))
+                Path(f"{file}.1").write_text(json.dumps([told, same_bits(before, local_values(model))]))
                 os._exit(1)
-    Path(f"{file}.0").write_text(json.dumps([told, same(before, local_values(model))]))
+    Path(f"{file}.0").write_text(json.dumps([told, same_bits(before, local_values(model))]))
     return told
 
 

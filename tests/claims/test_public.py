@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import muonmesh as mm
 from muonmesh.clip.limits import GradNorms
@@ -24,14 +24,17 @@ from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, coefficient_schedule
 from muonmesh.settings import FIRST
 from tests.support.reference import reference_step
+from tests.support.tensors import random
+
+COVERS = (
+    "numerics.setting.Setting",
+    "table.aligned",
+    "settings.shows_settings",
+)
 
 ROOT = Path(__file__).parents[2]
 JORDAN = (3.4445, -4.7750, 2.0315)
 MINE = [JORDAN, (2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ------------------------------------------------------------------ names
@@ -159,7 +162,7 @@ def test_from_model_hands_every_argument_on() -> None:
     kept = {
         **optimizer.defaults,
         **vars(optimizer._runtime),
-        **optimizer._runtime.asked._asdict(),
+        **optimizer._runtime.requested._asdict(),
         "gradients": optimizer.gradients,
         "compute_dtype": optimizer._runtime.precision.compute,
         "kernels": optimizer._runtime.precision.kernels,

@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import ParamsT
 
 import muonmesh as mm
 from muonmesh.comm.exchange import Exchange
 from muonmesh.settings import SETTINGS
+from tests.support.tensors import random
 
 ROOT = Path(__file__).parents[2]
 MODES = typing.get_args(typing.get_type_hints(mm.update_scale)["mode"])
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("page", "least"), [("how-we-know.md", 60), ("internals/hosts-decide-by.md", 36)])

@@ -24,11 +24,7 @@ from tests.support import layouts, problem
 from tests.support.meshes import mesh_of
 from tests.support.reference import reference_step
 from tests.support.stamps import groups_of, shard, stamped
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.support.tensors import random
 
 # ------------------------------------------------------------------ Transformer Engine: tensor-parallel shards
 

@@ -15,9 +15,15 @@ import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.step.runtime import Driver
 from tests.support import problem
+from tests.support.in_copies import step_as_on_a_device
 from tests.support.workers import Pool
+
+COVERS = (
+    "comm.storage.Storage",
+    "layout.line_segments.shares_blocks",
+    "step.muon_step.MuonStep",
+)
 
 
 @pytest.fixture(scope="module")
@@ -143,17 +149,14 @@ def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int,
         assert more == [True, True, False]
 
 
-def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.driver = Driver(False)
-
-
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:
     """Step as on a device, in a layout and alone; return what differs, and how far it is from a step on a CPU."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    *_, (model, optimizer) = problem.steps(layout, 3, values, prepare=as_on_a_device, **settings)
+    *_, (model, optimizer) = problem.steps(layout, 3, values, prepare=step_as_on_a_device, **settings)
     together = problem.result(model, optimizer)
     alone, cpu = (
-        problem.alone(3, prepare=prepare, param_dtype=param_dtype, **settings) for prepare in (as_on_a_device, None)
+        problem.alone(3, prepare=prepare, param_dtype=param_dtype, **settings)
+        for prepare in (step_as_on_a_device, None)
     )
     far = [
         float((alone[name].double() - cpu[name].double()).norm() / (1e-30 + cpu[name].double().norm())) for name in cpu

@@ -20,6 +20,12 @@ from muonmesh.tools.cli.diagnosis import diagnose
 from tests.support.folders import forge
 from tests.support.in_copies import work_in_copies
 
+COVERS = (
+    "build.from_model",
+    "groups.split.ParamGroups",
+    "errors.explain_error",
+)
+
 FORGED = "\x1b]0;title\x07\u202e\nwhole: yes"
 
 

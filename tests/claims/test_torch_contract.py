@@ -34,6 +34,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 import muonmesh as mm
 from muonmesh.checkpoint import state
 from tests.support.samples import one_in
+from tests.support.tensors import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without masters")
 
@@ -101,17 +102,6 @@ def advance(held: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, ste
     for step in steps:
         draw(held, step)
         optimizer.step()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two nested values are equal, tensors bit for bit and of the same dtype."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
@@ -258,8 +248,8 @@ def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name:
         results.append([p.detach() for p in held.values()])
         if isinstance(lr, Tensor):
             assert float(lr) == number  # each of the groups has a copy
-    assert same(results[0], results[1])
-    assert same(results[0], results[2])
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
 
 
 @inputs
@@ -276,8 +266,8 @@ def test_groups_have_decay_of_their_own(name: str) -> None:
         found[decays] = {n: p.detach() for n, p in held.items()}
     for n in SHAPES:
         own, plain = ((0.5, 0.0), (0.0, 0.5)) if n in MUON else ((0.0, 0.5), (0.5, 0.0))
-        assert same(found[plain][n], found[0.0, 0.0][n])
-        assert not same(found[own][n], found[0.0, 0.0][n])
+        assert same_bits(found[plain][n], found[0.0, 0.0][n])
+        assert not same_bits(found[own][n], found[0.0, 0.0][n])
 
 
 @inputs
@@ -289,7 +279,7 @@ def test_groups_have_rates_of_their_own(name: str) -> None:
     before = {n: p.detach().clone() for n, p in held.items()}
     advance(held, mm.Muon(given, **copy.deepcopy(INPUTS[name])), range(2))
     still = {*MUON, given[1]["name"]}
-    assert {n for n, p in held.items() if same(p.detach(), before[n])} == still
+    assert {n for n, p in held.items() if same_bits(p.detach(), before[n])} == still
 
 
 def test_a_group_added_later_takes_the_defaults_as_they_are_then() -> None:
@@ -325,7 +315,7 @@ def test_parameters_may_be_given_in_every_way_that_torch_takes() -> None:
         results.append([held["weight"].detach(), held["tall"].detach()])
         names = [n for g in optimizer.param_groups for n in g["param_names"]]
         assert len(set(names)) == 2
-    assert all(same(results[0], other) for other in results)
+    assert all(same_bits(results[0], other) for other in results)
 
 
 # ------------------------------------------------------------------ steps that do nothing
@@ -337,7 +327,7 @@ def test_a_step_without_gradients_does_nothing(name: str) -> None:
     held, optimizer = build(name)
     before = [p.detach().clone() for p in held.values()]
     optimizer.step()
-    assert same(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in held.values()])
     assert not any("momentum_buffer" in s for s in optimizer.state.values())
 
 
@@ -351,7 +341,7 @@ def test_zero_gradients_move_nothing_without_decay(name: str) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
         optimizer.step()
-    assert same(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in held.values()])
 
 
 def test_a_group_without_parameters_is_left_alone() -> None:
@@ -360,7 +350,7 @@ def test_a_group_without_parameters_is_left_alone() -> None:
     draw(held, 0)
     before = held["weight"].detach().clone()
     optimizer.step()
-    assert not same(before, held["weight"].detach())
+    assert not same_bits(before, held["weight"].detach())
     alone = mm.Muon([{"params": []}])
     assert alone.step(lambda: 3.0) == 3.0
     assert float(alone.clip_grad_norm_(1.0)) == 0.0
@@ -380,7 +370,7 @@ def test_zero_grad(set_to_none: bool) -> None:
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     optimizer.step()
-    assert same(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in held.values()])
 
 
 # ------------------------------------------------------------------ state
@@ -392,16 +382,16 @@ def test_a_state_dict_continues_bit_for_bit(name: str) -> None:
     held, optimizer = build(name)
     advance(held, optimizer, range(3))
     state = saved(optimizer.state_dict())
-    assert same(state["state"], optimizer.state_dict()["state"])
+    assert same_bits(state["state"], optimizer.state_dict()["state"])
     twins, other = build(name)
     for n, parameter in held.items():
         twins[n].data.copy_(parameter.data)
     other.load_state_dict(state)
-    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
     for some, o in ((held, optimizer), (twins, other)):
         advance(some, o, range(3, 6))
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
-    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @inputs
@@ -450,7 +440,7 @@ def test_states_with_and_without_names_load_into_each_other(from_names: bool, to
     twin, other = made(to_names)
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["param_names"] == (["own"] if to_names else ["group0.0"])
-    assert same(other.state[twin], optimizer.state[weight])
+    assert same_bits(other.state[twin], optimizer.state[weight])
 
 
 def test_a_step_count_that_is_a_number_loads() -> None:
@@ -465,10 +455,10 @@ def test_a_step_count_that_is_a_number_loads() -> None:
     for n, parameter in held.items():
         twins[n].data.copy_(parameter.data)
     other.load_state_dict(state)
-    assert same(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
     for some, o in ((held, optimizer), (twins, other)):
         advance(some, o, range(2, 3))
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -482,11 +472,11 @@ def test_states_load_across_dtypes_of_parameters(source: torch.dtype, to: torch.
     for n in held:
         mine, theirs = optimizer.state[held[n]], other.state[twins[n]]
         if n in MUON:
-            assert same(mine, theirs)
+            assert same_bits(mine, theirs)
             assert theirs["momentum_buffer"].dtype == torch.float32
         else:
             assert theirs["step"].dtype == torch.float32
-            assert same(theirs["exp_avg"], mine["exp_avg"].to(to))
+            assert same_bits(theirs["exp_avg"], mine["exp_avg"].to(to))
     advance(twins, other, range(2, 3))
 
 
@@ -500,8 +490,8 @@ def test_what_is_loaded_is_not_shared_with_what_it_was_loaded_from(name: str) ->
     other.load_state_dict(state)
     advance(twins, other, range(2, 4))
     other.param_groups[0]["momentum"] = 0.5
-    assert same(state, kept)
-    assert same(optimizer.state_dict(), kept)
+    assert same_bits(state, kept)
+    assert same_bits(optimizer.state_dict(), kept)
 
 
 @inputs
@@ -515,11 +505,11 @@ def test_copies_have_every_setting_and_go_on_alike(name: str, how: str) -> None:
     public = {key for key in vars(optimizer) if not key.startswith("_")}
     assert public == {key for key in vars(other) if not key.startswith("_")}
     # torch's own __setstate__ adds this one
-    assert same({**optimizer.defaults, "differentiable": False}, other.defaults)
-    assert same(optimizer.state_dict(), other.state_dict())
+    assert same_bits({**optimizer.defaults, "differentiable": False}, other.defaults)
+    assert same_bits(optimizer.state_dict(), other.state_dict())
     for some, o in ((held, optimizer), (twins, other)):
         advance(some, o, range(2, 4))
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
 
 
 @inputs
@@ -593,8 +583,10 @@ def test_hooks_of_state_dict_and_load_state_dict() -> None:
     seen.clear()
     other.load_state_dict(state)
     assert seen == ["load, first", "load", "loaded, first", "loaded 0.0006"]
-    assert same(other.state[twins["weight"]]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"] * 2)
-    assert same(state["state"][0]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"])
+    assert same_bits(
+        other.state[twins["weight"]]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"] * 2
+    )
+    assert same_bits(state["state"][0]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"])
 
 
 def test_a_step_shows_in_profiles_under_its_name() -> None:
@@ -655,7 +647,7 @@ def test_memory_formats_change_no_bit(name: str, what: str) -> None:
                 parameter.grad = parameter.grad.mT.contiguous().mT
         optimizer.step()
         other.step()
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
 
 
 @pytest.mark.parametrize("average", [None, torch.optim.swa_utils.get_ema_avg_fn(0.9)], ids=["swa", "ema"])
@@ -676,7 +668,7 @@ def test_averaged_models(average: Any) -> None:
     if average is None:
         for expected, found in zip(mean, averaged.parameters(), strict=True):
             torch.testing.assert_close(found.detach(), expected)
-    assert not same(mean, trail[-1])
+    assert not same_bits(mean, trail[-1])
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -698,15 +690,15 @@ def test_grad_scaler(name: str, growth: float, unscale: bool) -> None:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
     draw(held, 3)
     held["bias"].grad[3] = math.inf  # type: ignore[index]
     before = copy.deepcopy(optimizer.state_dict())
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == growth / 2
-    assert same([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
-    assert same(optimizer.state_dict(), before)
+    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits(optimizer.state_dict(), before)
 
 
 # ------------------------------------------------------------------ wrong input

@@ -31,6 +31,14 @@ from muonmesh.step.runtime import Driver
 from tests.support import layouts, problem
 from tests.support.meshes import mesh_of
 
+COVERS = (
+    "clip.clipping.clip_gradients",
+    "clip.limits.Limits",
+    "clip.norm_means.means_of",
+    "clip.squares.norms_of",
+    "clip.squares.add_squares",
+)
+
 MUON = [name for name, (_, spec) in problem.PARAMETERS.items() if spec != "adamw"]
 ADAMW = [name for name in problem.PARAMETERS if name not in MUON]
 POLICIES = ("adamw_only", "all", "separate")

@@ -14,6 +14,8 @@ from torch import nn
 import muonmesh as mm
 from tests.support.workers import Pool
 
+COVERS = ("clip.limits.scale_groups",)
+
 
 def build() -> tuple[list[nn.Parameter], mm.Muon]:
     """One stage: rank r's matrix has gradients of r + 1, its vector of 2 (r + 1)."""

@@ -21,7 +21,9 @@ from muonmesh.comm.agreement import (
     bits_of,
     standing,
 )
-from muonmesh.comm.wire import Wire
+from muonmesh.comm.communicator import Communicator
+
+COVERS = ("comm.agreement.Agreement",)
 
 RANKS = 3
 AGREEMENT = Agreement(
@@ -37,12 +39,12 @@ WAYS = ("flags", "sum", "sum of nothing", "largest")
 
 def asked(said: dict[str, Said], way: str) -> Agreed:
     """Ask by each way in which the package does: flags alone, or beside other values."""
-    wire = Wire(tuple(range(RANKS)), dist.group.WORLD)
+    communicator = Communicator(tuple(range(RANKS)), dist.group.WORLD)
     if way == "flags":
-        return wire.ask(AGREEMENT, said, torch.device("cpu"), "a test")
+        return communicator.ask(AGREEMENT, said, torch.device("cpu"), "a test")
     op = dist.ReduceOp.MAX if way == "largest" else dist.ReduceOp.SUM
     values = torch.full((0,) if way == "sum of nothing" else (2, 3), 1.5 + dist.get_rank(), dtype=torch.float64)
-    found, agreed = AGREEMENT.ask(said, values, partial(wire.reduce, op=op, what="a test"))
+    found, agreed = AGREEMENT.ask(said, values, partial(communicator.reduce, op=op, name="a test"))
     assert torch.equal(found, torch.full_like(values, 3.5 if way == "largest" else 1.5 * RANKS + 3)), "values are apart"
     return agreed
 
@@ -54,7 +56,7 @@ def answers(said: list[dict[str, Any]], way: str, tensors: bool) -> dict[str, An
     agreed = asked(mine, way)
     single = ("error", "replan", "follows", "one", "some", "none")
     tensors_told: dict[str, Tensor] = {name: agreed.any(name) for name in single}
-    tensors_told |= {f"each {name}": agreed.each(name) for name in ("some", "alike")}
+    tensors_told |= {f"each {name}": agreed.answers(name) for name in ("some", "alike")}
     tensors_told |= {f"{name} differs": agreed.differs(name) for name in ("alike", "number")}
     tensors_told |= {"differs": agreed.differs().any(), "error or one": agreed.any("error", "one")}
     assert all(answer.dtype == torch.bool for answer in tensors_told.values())

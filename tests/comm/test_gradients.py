@@ -18,6 +18,12 @@ from muonmesh.step.connection import placed_members
 from muonmesh.step.parameters import collect
 from tests.support import problem
 
+COVERS = (
+    "comm.gradients.ParameterGrad",
+    "integrations.megatron.main_grad.MainGrad",
+    "step.replicas.fingerprints",
+)
+
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 CLIPS: list[dict[str, Any] | None] = [
     None,

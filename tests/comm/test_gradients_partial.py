@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 
+COVERS = ("comm.gradients.reduced",)
+
 FP32: dict[str, Any] = {"lr": 0.1, "compute_dtype": torch.float32}
 SHAPES = {"muon": (6, 4), "adamw": (5,)}
 

@@ -19,6 +19,12 @@ from tests.support import problem
 from tests.support.meshes import mesh_of
 from tests.support.placements import Flat, Making, RaggedShard, dtensor, flex, held_by, megatron, vescale
 
+COVERS = (
+    "comm.layout_readers.register_layout_reader",
+    "integrations.ragged_shards.read_layout",
+    "integrations.megatron_fsdp.read_layout",
+)
+
 # Megatron-FSDP pads a buffer to the least common multiple of all rows, so these are only some of the shapes.
 SOME = ("square", "qkv", "gate_up", "neox", "few", "embedding", "norm", "bias")
 

@@ -10,8 +10,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import muonmesh as mm
-from muonmesh.comm import meeting, process_groups, telling
+from muonmesh.comm import gather_objects as objects
+from muonmesh.comm import process_groups, rendezvous
 from muonmesh.errors import PlanError
+
+COVERS = (
+    "comm.process_groups.host_group",
+    "comm.process_groups.new_group",
+    "comm.ranks.mesh_groups",
+)
 
 
 def of_two_while_the_default_group_has_a_device() -> tuple[float, Any, Any]:
@@ -52,20 +59,20 @@ def test_a_torch_that_names_groups_otherwise_is_refused(workers: Any) -> None:
 
 
 def test_a_lack_of_memory_is_not_told_as_ranks_that_did_not_come() -> None:
-    with pytest.raises(torch.OutOfMemoryError), meeting.meeting((0, 1), "key", "step 1", "a gather"):
+    with pytest.raises(torch.OutOfMemoryError), rendezvous.naming_missing_ranks((0, 1), "key", "step 1", "a gather"):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def by_which_device(index: int | None) -> str:
     """Send an object in a group of GPUs. This torch has none: it says who asks for which."""
     group = dist.new_group([0, 1], backend="cuda:gloo")
-    telling.send_by(torch.device("cpu") if index is None else torch.device("cuda", index))
+    objects.send_objects_by(torch.device("cpu") if index is None else torch.device("cuda", index))
     try:
-        telling.tell_all("mine", group=group)
+        objects.gather_objects("mine", group=group)
     except (RuntimeError, AssertionError) as error:
         return str(error)
     finally:
-        telling.send_by(torch.device("cpu"))
+        objects.send_objects_by(torch.device("cpu"))
         dist.destroy_process_group(group)
     return ""
 
@@ -78,11 +85,11 @@ def test_messages_ask_for_the_device_of_the_parameters(workers: Any) -> None:
 
 def after_a_plan() -> tuple[str, list[str]]:
     """A plan takes the device of its own parameters, whatever an earlier one took."""
-    telling.send_by(torch.device("cuda", 1))
+    objects.send_objects_by(torch.device("cuda", 1))
     weight = torch.nn.Parameter(torch.ones(4, 4))
     weight.grad = torch.ones(4, 4)
     mm.Muon([weight], process_group="world").step()
-    return str(telling._device), telling.tell_all(f"rank {dist.get_rank()}")
+    return str(objects._device), objects.gather_objects(f"rank {dist.get_rank()}")
 
 
 def test_a_plan_says_by_which_device_ranks_talk(workers: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
-from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Batching
+from muonmesh.comm.step_callbacks import Batching
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import (
     Budget,
     FlatShards,
@@ -29,6 +30,13 @@ from muonmesh.layout import (
 from muonmesh.layout import split_matrices as split
 from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.kernels import threads
+
+COVERS = (
+    "comm.schedule.Schedule",
+    "comm.views.Elements",
+    "comm.step_callbacks.Batching",
+    "comm.schedule.stages_of",
+)
 
 CPU = torch.device("cpu")
 
@@ -70,10 +78,13 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
 
 
 class Two(Batching):
-    """Two matrices at once."""
+    """Two matrices at once, whatever their shapes are."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 2
+
+    def joins(self, number: int, shape: tuple[int, int]) -> None:
+        return None
 
 
 class Own(Schedule):
@@ -96,7 +107,7 @@ class Computed(NamedTuple):
 
     @property
     def results(self) -> list[Tensor]:
-        return [out for _, out, _ in self.batches]
+        return [out for _, out, *_ in self.batches]
 
 
 def stages_of(schedule: Schedule) -> list[Computed]:
@@ -110,7 +121,7 @@ def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
     found, results, received, sent = list[Scatter](), back.results, None, None
     for index in range(len(back.stage.back)):
         found.append(one := schedule.scatter(back.stage, index, results, received, sent))
-        received, sent = one.swap.receive, one.swap.send if one.again else None
+        received, sent = one.all_to_all.receive, one.all_to_all.send if one.again else None
         results = [] if one.last else results
     return found
 
@@ -121,13 +132,13 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
     def replay() -> dict[str, Tensor]:
         for back in stages_of(schedule):
             exchanges_of(schedule, back)
-        return {role: views[None] for (role, _), views in vars(threads._mine).get("scratch", {}).items()}
+        return {role: views[None] for (role, _), views in vars(threads._thread_local).get("scratch", {}).items()}
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(replay).result()
 
 
-def travel(ways: list[Swap | None]) -> None:
+def travel(ways: list[AllToAll | None]) -> None:
     """Move what an all-to-all moves."""
     if ways[0] is None:
         assert ways == [None] * len(ways)
@@ -176,13 +187,14 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     owned = 0
     ranks = schedules(plan, Two())
     for rank, schedule in enumerate(ranks):
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
             owned += len(local.assignments)
             assert len(local.assignments) <= 2
-            batch = torch.zeros(len(local.assignments), math.prod(local.shape), dtype=torch.float64)
+            batch = torch.zeros(sum(map(math.prod, local.shapes)), dtype=torch.float64)
             for row, into in Elements(local.reads, (batch,)):
                 into.copy_(elements(row, held[row.parameter, rank]))
-            assert all(len(matrix.unique()) == math.prod(local.shape) for matrix in batch)  # whole: each element once
+            matrices = [matrix for equal in by_shape(batch, local.shapes) for matrix in equal]
+            assert all(len(matrix.unique()) == matrix.numel() for matrix in matrices)  # whole: each element once
             for row, of in Elements(local.writes, (-batch,)):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     for n in range(len(ranks[0].stages)):
@@ -190,14 +202,15 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
         for rank, one in enumerate(stages):
             for row, into in one.there.reads:
                 into.copy_(elements(row, held[row.parameter, rank]))
-        travel([one.there.swap for one in stages])
+        travel([one.there.all_to_all for one in stages])
         for rank, one in enumerate(stages):
             for to, of in one.there.arriving:
                 to.copy_(of)
-            for x, out, numbers in one.batches:
+            for x, out, numbers, shapes in one.batches:
                 assert x.shape == out.shape
-                owned += len(x)
-                for matrix, number in zip(x, numbers, strict=True):
+                owned += len(numbers)
+                matrices = [matrix for equal in by_shape(x, shapes) for matrix in equal]
+                for matrix, number in zip(matrices, numbers, strict=True):
                     assignment = plan.assignments[number]
                     assert assignment.owner == rank
                     assert tuple(matrix.shape) == assignment.matrix.shape
@@ -209,7 +222,7 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
             for turn in of_all:
                 for to, of in turn.leaving:
                     to.copy_(of)
-            travel([turn.swap for turn in of_all])
+            travel([turn.all_to_all for turn in of_all])
             for rank, turn in enumerate(of_all):
                 for row, of in turn.arrived:
                     elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
@@ -226,8 +239,8 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
     ]
     schedule = Schedule(make_plan(parameters, bucket_elements=1), 0, (0,), torch.float32, CPU)
     assert schedule.stages == []
-    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.left]
-    assert sorted(len(alike.assignments) for alike in schedule.left) == [1, 3]  # a tall matrix is assembled wide
+    shapes = [{parameters[number].matrices[0].shape for number in alike.assignments} for alike in schedule.trailing]
+    assert sorted(len(alike.assignments) for alike in schedule.trailing) == [1, 3]  # a tall matrix is assembled wide
     assert sorted(shapes, key=str) == [{(4, 6)}, {(5, 5)}]
 
 
@@ -263,7 +276,7 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     plan = make_plan(parameters, bucket_elements=10**6)
     (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
     (once,) = exchanges_of(schedule, found)
-    assert sum(len(results) for results in found.results) == 2
+    assert sum(map(len, found.stage.batches)) == 2
     reads, *writes = (len(some.rows) for some in (found.there.reads.table, found.stage.staying, once.arrived.table))
     assert reads == sum(writes) == 128
     assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
@@ -281,7 +294,7 @@ def test_results_for_many_replicas_are_passed_on() -> None:
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
         (found,) = stages_of(schedule)
         exchanges = exchanges_of(schedule, found)
-        assert all(max(len(one.swap.send), len(one.swap.receive)) <= 64 * 96 for one in exchanges)
+        assert all(max(len(one.all_to_all.send), len(one.all_to_all.receive)) <= 64 * 96 for one in exchanges)
         assert sum(some.numel() for some in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
         arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
@@ -295,7 +308,7 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
     on_cpu = Schedule(plan, 1, plan.ranks, torch.float64, CPU)
     assert kept_by(on_device) == {}
     assert kept_by(on_cpu)
-    first, again = (on_cpu.gather(on_cpu.stages[0]).swap for _ in range(2))
+    first, again = (on_cpu.gather(on_cpu.stages[0]).all_to_all for _ in range(2))
     assert first is not None
     assert again is not None
     assert (first.send.data_ptr(), first.receive.data_ptr()) == (again.send.data_ptr(), again.receive.data_ptr())
@@ -304,3 +317,25 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
         assert views[0] == views[1]
         for kept, given in zip(exchanges_of(on_cpu, mine), exchanges_of(on_device, other), strict=True):
             assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]
+
+
+class One(Batching):
+    """A task for each matrix."""
+
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
+        return 1
+
+
+def test_the_matrices_of_a_portion_are_freed_before_the_next_portion_has_memory() -> None:
+    layout = MeshLayout.replicated((4, 6), (0, 1))
+    parameters = [Parameter(str(n), layout, layout, split(str(n), (4, 6), None), (1,), "") for n in range(6)]
+    plan = make_plan(parameters, bucket_elements=10**6)
+    schedule = Schedule(plan, 0, plan.ranks, torch.float32, torch.device("meta"), One())
+    (stage,) = schedule.stages
+    assert len(stage.portions) == 3
+    last: weakref.ref[Tensor] | None = None
+    for _, elements, batches in schedule.portions(stage):
+        assert last is None or last() is None
+        last = weakref.ref(batches[0][0])
+        del elements, batches
+        assert last() is None

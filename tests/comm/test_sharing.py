@@ -20,6 +20,11 @@ from tests.support import problem
 from tests.support.meshes import mesh_of
 from tests.support.reference import reference_step
 
+COVERS = (
+    "comm.ranks.connected_ranks",
+    "step.planning.plan_members",
+)
+
 
 def values(count: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)

@@ -22,14 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
+from muonmesh.comm.communicator import AllToAll, Communicator, PendingCollective
 from muonmesh.comm.process_groups import host_group
 from muonmesh.comm.to_owners import ToOwners, on_replica
-from muonmesh.comm.wire import Swap, Transfer, Wire
 from muonmesh.layout import MeshLayout
 from muonmesh.tools.forecasts.forecast import Weight, forecast, gradients_to_owners
 from tests.device.simulated import SimulatedDevice
 from tests.support.samples import one_in
 from tests.support.sent import Sent
+
+COVERS = (
+    "comm.to_owners.ToOwners",
+    "comm.packed_all_to_all.PackedAllToAll",
+    "tools.forecasts.forecast.gradients_to_owners",
+)
 
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
 
@@ -172,7 +178,7 @@ class Reduced(mm.GradientSource):
     def at_momentum(self, parameter: Tensor) -> bool:
         return parameter in self.numbers
 
-    def place(self, matrices: Any) -> Any:
+    def momentum_storages(self, matrices: Any) -> Any:
         self.numbers = {tensor: number % storage.copies for number, (_, tensor, storage) in enumerate(matrices)}
         return [on_replica(storage, self.numbers[tensor]) for _, tensor, storage in matrices]
 
@@ -386,18 +392,18 @@ def test_two_optimizers_do_not_meet_each_others_gradients(workers) -> None:
 def order_of_collectives(connections: str) -> list[tuple[str, str]]:
     """The process group and the name of every transfer of this rank, in order, while models cross as in `crossing`."""
     begun = list[tuple[str, str]]()
-    honest = Wire.swap
+    honest = Communicator.start
 
-    def swap(wire: Wire, moved: Swap) -> Transfer:
-        begun.append((wire.group.group_name, moved.what))
-        return honest(wire, moved)
+    def all_to_all(communicator: Communicator, moved: AllToAll) -> PendingCollective:
+        begun.append((communicator.group.group_name, moved.name))
+        return honest(communicator, moved)
 
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-    Wire.swap = swap  # type: ignore[method-assign]
+    Communicator.start = all_to_all  # type: ignore[method-assign]
     try:
         assert crossing() == []
     finally:
-        Wire.swap = honest  # type: ignore[method-assign]
+        Communicator.start = honest  # type: ignore[method-assign]
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     return begun
 

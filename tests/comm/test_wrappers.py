@@ -15,6 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 
+COVERS = (
+    "comm.wrappers.group_that_averages",
+    "comm.wrappers.refuse_join",
+)
+
 FP32: dict[str, Any] = {"lr": 0.05, "compute_dtype": torch.float32}
 
 

@@ -11,6 +11,11 @@ from torch import nn
 import muonmesh as mm
 from muonmesh.groups import Classifier, Role, Site, register, unregister
 
+COVERS = (
+    "groups.classifiers.register",
+    "groups.classifiers.classified",
+)
+
 
 class FusedAttention(nn.Module):
     """A host's class as Megatron has them: no nn.Linear, bare parameters, its own attributes."""

@@ -25,6 +25,11 @@ from muonmesh.groups.example import facts_of_example
 from tests.support.reference import split
 from tests.support.workers import Pool
 
+COVERS = (
+    "groups.graph.facts_of_graph",
+    "groups.example.facts_of_example",
+)
+
 HEAD, INPUT, VECTOR, ADAMW = "adamw.head", "adamw.embeddings", "adamw.vectors", "adamw.matrices"
 
 

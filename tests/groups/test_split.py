@@ -27,6 +27,14 @@ from tests.support.reference import split
 from tests.support.samples import one_in
 from tests.support.workers import Pool
 
+COVERS = (
+    "groups.fused.known_cut",
+    "groups.fused.is_turned",
+    "groups.roles.role",
+    "groups.split.split_params",
+    "groups.parameter_sites.parameter_sites",
+)
+
 V, H = "adamw.vectors", "adamw.head"
 E, M = "adamw.embeddings", "adamw.matrices"
 

@@ -25,6 +25,8 @@ import muonmesh as mm
 from muonmesh.errors import LayoutError, PlanError
 from tests.support.workers import Pool
 
+COVERS = ("groups.watch.Watch",)
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 16) -> None:

@@ -692,7 +692,7 @@ def poisoned(stage: int) -> list[str]:
         tensor = muon.param_groups[0]["params"][0]
         free = torch.ones(tensor.numel(), dtype=torch.bool)
         for layout in layouts_in(muon).values():
-            for _, length, start in layout.held(dist.get_rank()):
+            for _, length, start in layout.intervals_of(dist.get_rank()):
                 free[start : start + length] = False
         padding[id(tensor)] = free
         tensor.data[free] = torch.nan

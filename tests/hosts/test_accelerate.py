@@ -18,6 +18,8 @@ from tests.hosts.replay import Given, different, replayed, weights
 from tests.hosts.tiny import Tokens, llama, tensor_parallel_llama
 from tests.hosts.world import accelerated, launched
 
+COVERS = ("integrations.accelerate.optimizer_for",)
+
 BATCHES = 8
 RATE = 0.05
 SETTINGS: dict[str, Any] = {"lr": RATE, "weight_decay": 0.1, "compute_dtype": torch.float32}

@@ -23,6 +23,16 @@ from tests.hosts import elsewhere
 from tests.support.alone import files_of_at_most
 from tests.support.workers import Pool
 
+COVERS = (
+    "integrations.deepspeed.checkpoint.checked_load",
+    "integrations.deepspeed.clipping.measure",
+    "integrations.deepspeed.config.read_config",
+    "integrations.deepspeed.initialize.initialize",
+    "integrations.deepspeed.mending.mend",
+    "integrations.deepspeed.optimizer.EngineOptimizer",
+    "integrations.deepspeed.records.read_flats",
+)
+
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
 CPU = {"device": "cpu"}

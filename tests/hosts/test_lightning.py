@@ -25,6 +25,8 @@ from tests.hosts.replay import Given, different, replayed, strengths, weights
 from tests.hosts.tiny import Tokens, llama
 from tests.hosts.world import launched
 
+COVERS = ("integrations.lightning.MuonModule",)
+
 SETTINGS: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
 STEPS = 6
 LAUNCHED = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # what Lightning asks to know torchrun by

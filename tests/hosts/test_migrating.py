@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import muonmesh as mm
 from muonmesh import checkpoint
+from tests.support.tensors import random
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "table": (10, 24)}
 Weights = dict[str, nn.Parameter]
@@ -28,10 +29,6 @@ def _operations_one_by_one() -> Iterator[None]:
     """Several packages compile their steps; the same operations, without a minute of compiling."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def groups(weights: Weights, matrices: dict[str, Any], rest: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from muonmesh.integrations.transformers import MuonCallback, MuonFactory
 from tests.hosts.tiny import Tokens, llama
 from tests.hosts.world import accelerated, launched
 
+COVERS = ("integrations.refusals.refuse_settings",)
+
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 
 

@@ -17,6 +17,11 @@ from tests.hosts.replay import Given, different, replayed, strengths, weights
 from tests.hosts.world import launched
 from tests.support.reference import split
 
+COVERS = (
+    "integrations.torchtitan.MuonContainer",
+    "integrations.torchtitan.torchtitan_role",
+)
+
 LR = 0.01
 MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "compute_dtype": "float32"}}'
 METRICS = "muonmesh.integrations.torchtitan.metrics"

@@ -16,6 +16,11 @@ from tests.hosts.tiny import MATRICES, Tokens, llama, tensor_parallel_llama
 from tests.hosts.watch import Watch, losses
 from tests.hosts.world import accelerated, launched
 
+COVERS = (
+    "integrations.transformers.MuonFactory",
+    "integrations.transformers.MuonCallback",
+)
+
 STEPS = 4
 SETTINGS: dict[str, Any] = {"compute_dtype": torch.float32, "momentum": 0.9}
 LIMIT = 2.0

@@ -16,6 +16,8 @@ from muonmesh.integrations.fsdp1 import declared_layouts
 from muonmesh.names import canonical_name
 from tests.support.meshes import mesh_of
 
+COVERS = ("integrations.fsdp1.declared_layouts",)
+
 SETTINGS: dict[str, Any] = {"lr": 0.02, "compute_dtype": torch.float32}
 
 

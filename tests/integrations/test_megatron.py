@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.integrations.megatron.refusals import refuse_state
+
+COVERS = (
+    "integrations.megatron.refusals.refuse_state",
+    "integrations.megatron.declared.mesh_finder",
+)
 
 
 @pytest.fixture
@@ -38,10 +45,18 @@ COLUMN = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride":
 
 def test_momentum_in_int8_is_refused_since_megatrons_checkpoints_would_lose_its_scales() -> None:
     refuse_state({"state_dtype": torch.bfloat16}, qk_clip=True)
-    refuse_state({"state_device": "cpu"}, qk_clip=False)
     with pytest.raises(ValueError, match=r"found 'int8'; needed a floating-point dtype"):
         refuse_state({"state_dtype": "int8"}, qk_clip=False)
-    with pytest.raises(ValueError, match=r"found 'cpu' with qk_clip=True; needed None"):
+
+
+def test_masters_in_cpu_memory_are_refused_where_megatron_reads_them_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_state({"state_device": "cpu"}, qk_clip=True)
+    script = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(log_params_norm=True))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", script)
+    refuse_state({"state_device": "cpu"}, qk_clip=False)
+    with pytest.raises(ValueError, match=r"found 'cpu' with qk_clip=True and --log-params-norm; .*Remove --log-par"):
         refuse_state({"state_device": "cpu"}, qk_clip=True)
 
 

@@ -19,6 +19,11 @@ from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.layout import MeshLayout
 from tests.support.stamps import groups_of, shard, stamped
 
+COVERS = (
+    "integrations.megatron.declared.declared_layouts",
+    "integrations.megatron.layouts.layout_of",
+)
+
 # name: (global shape, dim that is cut or None, pieces in each shard, attributes)
 WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
     "qkv.weight": ((12, 5), 0, 1, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}),

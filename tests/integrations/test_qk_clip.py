@@ -26,6 +26,12 @@ import muonmesh as mm
 from muonmesh.integrations.qk_clip import attention as attention_module
 from muonmesh.integrations.qk_clip.attention import bound_of, largest_logits
 
+COVERS = (
+    "integrations.qk_clip.attention.bound_of",
+    "integrations.qk_clip.clip.QKClip",
+    "integrations.qk_clip.rows.LogitRows",
+)
+
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 20, "vocab_size": 31}
 DEEPSEEK = {
     **{**SIZES, "num_key_value_heads": 6, "q_lora_rank": 8, "kv_lora_rank": 10, "qk_rope_head_dim": 2},
@@ -110,6 +116,7 @@ def test_the_largest_logits_are_noted(family: str, attention: str) -> None:
     with torch.no_grad():
         model(input_ids=torch.zeros_like(TOKENS))  # what is not trained on does not count
     clip.step()
+    assert model.config._attn_implementation == attention  # which models read, for their masks
     torch.testing.assert_close(first(clip), by_hand(model), rtol=1e-4, atol=1e-5)
     assert list(clip.largest) == [f"model.layers.{n}.self_attn" for n in range(2)]
 
@@ -148,7 +155,7 @@ def test_an_optimizers_splits_say_which_rows_make_queries_where_nothing_else_doe
         mm.QKClip(model, optimizer=mm.from_model(model))
     said = {"mix.qkv.weight": {"algorithm": "muon", "matrices": ("rows", 8, 8, 8)}}
     clip = mm.QKClip(model, optimizer=mm.from_model(model, overrides=said))
-    ((attention, _),) = clip._known.values()
+    ((attention, _),) = clip._attentions.values()
     weight = [(row.low, row.high, row.head) for row in attention.rows if row.name.endswith("weight")]
     assert weight == [(0, 4, 0), (4, 8, 1), (8, 12, 0), (12, 16, 1)]
 

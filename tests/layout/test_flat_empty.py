@@ -15,6 +15,11 @@ import muonmesh as mm
 from muonmesh.comm.storage import this_rank, world_size
 from tests.support import layouts
 
+COVERS = (
+    "comm.ranks.device_without_parameters",
+    "layout.flat.FlatParameter",
+)
+
 SHAPES = {"first": (5, 7), "second": (8, 4), "third": (6, 6), "bias": (3,), "embedding": (9, 2)}
 SPECS = {"first": "whole", "second": ("rows", 4, 4), "third": "whole"}
 # Rank 3 holds nothing at all, rank 2 nothing of Muon's half but some of "third", rank 0 nothing of "second".

@@ -21,10 +21,21 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
+from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.region import Region
-from muonmesh.layout.routes import Leg, pieces
 from tests.support.boxes import canonical, layouts, local_by_torch, planned
 from tests.support.reference import split
+
+COVERS = (
+    "layout.layout.MeshLayout",
+    "layout.cost.cost",
+    "layout.cover.prove",
+    "layout.matrix.split_matrices",
+    "layout.parameter.Parameter",
+    "layout.plan.make_plan",
+    "layout.region.Region",
+    "layout.piece_table.pieces",
+)
 
 
 @st.composite
@@ -55,12 +66,12 @@ def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     return (rows, cols), spec
 
 
-def at_storage(storage: Tensor, leg: Leg) -> Tensor:
+def at_storage(storage: Tensor, leg: Row) -> Tensor:
     piece = leg.piece
     return storage.view(-1).as_strided(piece.shape, piece.storage_strides, piece.storage_start)
 
 
-def at_matrix(matrix: Tensor, leg: Leg) -> Tensor:
+def at_matrix(matrix: Tensor, leg: Row) -> Tensor:
     piece = leg.piece
     return matrix.view(-1).as_strided(piece.shape, piece.matrix_strides, piece.matrix_start)
 
@@ -133,7 +144,7 @@ def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataOb
     asked = data.draw(st.dictionaries(st.sampled_from([m.index for m in matrices]), one, min_size=1))
     known = {("w", layout.ranks, index): owner for index, owner in asked.items()}
     parameter = Parameter("w", layout, layout, matrices, flops, "")
-    plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), known=known)
+    plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), fixed_owners=known)
     assert {a.matrix.index: a.owner for a in plan.assignments}.items() >= asked.items()
 
     whole = torch.arange(math.prod(shape)).reshape(shape)
@@ -168,7 +179,9 @@ def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataOb
 def test_owners_are_told_and_are_part_of_what_ranks_compare() -> None:
     layout = fsdp((8, 8), 4)
     parameter = Parameter("w", layout, layout, split_matrices("w", (8, 8)), (12,), "")
-    plans = [make_plan([parameter], bucket_elements=10, known={("w", layout.ranks, 0): owner}) for owner in (2, 3)]
+    plans = [
+        make_plan([parameter], bucket_elements=10, fixed_owners={("w", layout.ranks, 0): owner}) for owner in (2, 3)
+    ]
     assert [plan.description()[-1] for plan in plans] == ["bucket 0: w[0] on 2", "bucket 0: w[0] on 3"]
     assert plans[0].digest != plans[1].digest
     assert plans[1].loads == {0: 0, 1: 0, 2: 0, 3: 12}

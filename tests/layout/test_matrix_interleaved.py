@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Shard, split_matrices
-from muonmesh.layout.routes import pieces
+from muonmesh.layout.piece_table import pieces
 from tests.support.boxes import canonical, layouts, local_by_torch, planned
+
+COVERS = ("layout.matrix.assemble",)
 
 
 def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:

@@ -11,11 +11,16 @@ import torch
 from hypothesis import strategies as st
 
 from muonmesh.comm.schedule import Schedule
-from muonmesh.comm.work import Batching
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.layout import Layout, Parameter, Plan, make_plan, split_matrices
 from muonmesh.layout.piece_table import NOWHERE, Row, evenly, joined
 from muonmesh.layout.region import Piece, overlap, row_major
 from tests.support.fuzzing import flat_layouts, mesh_layouts, shared_by_replicas, specs
+
+COVERS = (
+    "layout.piece_table.PieceTable",
+    "layout.piece_table.joined",
+)
 
 CPU = torch.device("cpu")
 
@@ -23,7 +28,7 @@ CPU = torch.device("cpu")
 class Two(Batching):
     """Two matrices at once."""
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         return 2
 
 
@@ -93,21 +98,21 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
     for rank in plan.ranks:
         schedule = Schedule(plan, rank, plan.ranks, torch.float32, CPU, Two())
         reads, writes = Counter[Any](), Counter[Any]()
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.left]:
+        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
             reads.update((row.assignment, row.piece) for row in local.reads.rows)
             writes.update((row.assignment, row.piece) for row in local.writes.rows)
             for table in (local.reads, local.writes):
                 check_buffers(list(table.rows), [local.assignments], plan)
         for stage in schedule.stages:
             there = schedule.gather(stage)
-            results = [out for _, out, _ in schedule.batches(stage, there.matrices)]
+            results = [out for _, out, *_ in schedule.batches(stage, there.matrices)]
             check_buffers(list(there.reads.table.rows), stage.batches, plan)
             check_buffers(list(stage.staying.rows), stage.batches, plan)
             reads.update((row.assignment, row.piece) for row in stage.reads.rows)
             writes.update((row.assignment, row.piece) for row in stage.staying.rows)
             last = None
             for index in range(len(stage.back)):
-                last = schedule.scatter(stage, index, results, None if last is None else last.swap.receive)
+                last = schedule.scatter(stage, index, results, None if last is None else last.all_to_all.receive)
                 check_buffers(list(last.arrived.table.rows), (), plan)
                 writes.update((row.assignment, row.piece) for row in last.arrived.table.rows)
         assert reads == pieces_of(plan, rank, momentum=True)

@@ -19,9 +19,14 @@ from benchmarks.studies import plan as plans
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
-from muonmesh.layout.routes import pieces
+from muonmesh.layout.piece_table import pieces
 from muonmesh.report.explain import imbalance
 from muonmesh.tools.forecasts.forecast import flops_of
+
+COVERS = (
+    "layout.owners.assign_owners",
+    "report.explain.imbalance",
+)
 
 REPOSITORY = Path(__file__).parents[2]
 

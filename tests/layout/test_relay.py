@@ -20,6 +20,11 @@ from tests.support.meshes import machines, mesh_of
 from tests.support.samples import one_in
 from tests.support.sent import Sent
 
+COVERS = (
+    "layout.relay.Relay",
+    "comm.ranks.ranks_of_a_machine",
+)
+
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
     "eight replicas": ((8,), lambda n: [layouts.R]),
@@ -245,14 +250,14 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
     optimizer.step()
     owners = optimizer._runtime.connected.exchange
-    wire, compute = owners.wire, owners._compute
-    swap, finish = wire.swap, wire.finish
+    communicator, compute = owners.communicator, owners._compute
+    all_to_all, finish = communicator.start, communicator.finish
     going: set[int] = set()
     found: list[int] = []
 
     def begun(moved: Any) -> Any:
-        transfer = swap(moved)
-        if "scatter" in moved.what:
+        transfer = all_to_all(moved)
+        if "scatter" in moved.name:
             going.add(id(transfer))
         return transfer
 
@@ -264,7 +269,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         found.append(len(going))
         compute(*given)
 
-    wire.swap, wire.finish, owners._compute = begun, ended, computed
+    communicator.start, communicator.finish, owners._compute = begun, ended, computed
     optimizer.step()
     assert not going
     return len(owners.schedule.stages), found

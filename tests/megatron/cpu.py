@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import all_gather, broadcast, reduce, reduce_scatter
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 
@@ -31,7 +32,9 @@ class OnCpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
             kwargs["device"] = "cpu"
-        if func is Tensor.cuda:
+        if func is torch.device and args and str(args[0]).startswith("cuda"):
+            args = ("cpu",)  # distributed/fsdp writes f"cuda:{torch.cuda.current_device()}"
+        if func in (Tensor.cuda, Tensor.record_stream):
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
@@ -48,6 +51,7 @@ class NoStream:
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
     def record_stream(self, _: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
@@ -65,6 +69,14 @@ def synchronize(*_: Any) -> None:
     """pipeline_parallel/p2p_communication.py waits for the device after it has received."""
 
 
+_mesh_of_groups = DeviceMesh.from_group
+
+
+def mesh_of_groups(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    """distributed/fsdp/mcore_fsdp_adapter.py makes meshes of devices "cuda"."""
+    return _mesh_of_groups(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 _mode: OnCpu | None = None
 
 
@@ -79,15 +91,20 @@ def install() -> None:
     stream = NoStream()
     torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.Event = NoStream  # type: ignore[assignment,misc]
+    # distributed/fsdp frees memory, and makes meshes of the groups that there are.
+    torch.cuda.empty_cache = synchronize
+    DeviceMesh.from_group = staticmethod(mesh_of_groups)  # type: ignore[method-assign,assignment]
 
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # isinstance(module, TELinear), which is None without Transformer Engine.
     if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.TELinear = type("NoTELinear", (), {})
+        multi_latent_attention.TELinear = mcore_fsdp_adapter.TELinear = type("NoTELinear", (), {})
     # The router asks whether there is Transformer Engine's; 0.16.1 forgets the name where there is none.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

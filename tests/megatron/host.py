@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -74,6 +75,7 @@ class Shape:
         flat: Whether Megatron's distributed optimizer holds the state.
         overlap: Whether gradients are reduced during the backward pass, in small buckets.
         late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
+        fsdp: What Megatron-FSDP shards (``data_parallel_sharding_strategy``); None: DistributedDataParallel is used.
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
         frozen_stage: Nor are those of this pipeline stage.
@@ -91,6 +93,7 @@ class Shape:
     flat: bool = False
     overlap: bool = False
     late: bool = False
+    fsdp: str | None = None
     tied: bool = False
     frozen: str = "^$"
     frozen_stage: int | None = None
@@ -272,6 +275,9 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
                 **dict(shape.ddp),
             }
         )
+        if shape.fsdp is not None:
+            chunks.append(sharded(config, ddp, model, shape.fsdp))
+            continue
         wrapped = DistributedDataParallel(config, ddp, model)
         wrapped.broadcast_params()
         chunks.append(wrapped)
@@ -280,6 +286,16 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = config.no_sync_func[0] if len(chunks) == 1 else config.no_sync_func
     return chunks
+
+
+def sharded(config: TransformerConfig, ddp: DistributedDataParallelConfig, model: nn.Module, strategy: str) -> Any:
+    """A model in Megatron-FSDP. What is scaled in the reduction itself, NCCL alone can do."""
+    ddp.use_megatron_fsdp, ddp.gradient_reduce_div_fusion = True, False
+    ddp.data_parallel_sharding_strategy, ddp.use_distributed_optimizer = strategy, True
+    ddp.overlap_grad_reduce = ddp.overlap_param_gather = strategy == "optim_grads_params"
+    wrapped = FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
+    config.no_sync_func = wrapped.no_sync
+    return wrapped
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -325,7 +341,7 @@ def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
             "bf16": shape.dtype == torch.bfloat16,
             "fp16": shape.dtype == torch.float16,
             "params_dtype": shape.dtype,
-            "use_distributed_optimizer": shape.flat,
+            "use_distributed_optimizer": shape.flat or shape.fsdp is not None,
             "overlap_param_gather": shape.late,
             **settings,
         }

@@ -30,6 +30,12 @@ from tests.megatron.oracle import Oracle
 from tests.megatron.shapes import MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.support.in_copies import work_in_copies
 
+COVERS = (
+    "integrations.megatron.checkpoint.sharded",
+    "integrations.megatron.checkpoint.restore",
+    "integrations.megatron.layouts.saved_boxes_of",
+)
+
 BF16, FP16 = torch.bfloat16, torch.float16
 
 

@@ -24,6 +24,12 @@ from tests.megatron.host import Shape
 from tests.megatron.shapes import MOE, ONE_LAYER, SEQUENCE
 from tests.megatron.training import train
 
+COVERS = (
+    "integrations.megatron.build.get_megatron_optimizer",
+    "integrations.megatron.optimizer.MegatronOptimizer",
+    "integrations.megatron.refusals.refuse",
+)
+
 
 def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
     host.begin(shape)

@@ -12,16 +12,20 @@ from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import LATENT, ONE_LAYER
+from tests.support.in_copies import work_in_copies
 
 CLIP = (("qk_clip", True), ("qk_clip_threshold", 100.0))
 LOGITS = (150.0, 99.0, 310.0, 7.0)
 
 
-def trained(shape: Shape, clips: bool) -> dict[str, Tensor]:
+def trained(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tensor]:
     """Weights after some steps; Transformer Engine, which is not here, would have counted the largest logits."""
     host.begin(shape)
     chunks = host.chunks_of(shape)
-    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
+    muon = {"state_device": "cpu"} if on_host else {}
+    optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks, muon=muon)
+    if on_host:
+        work_in_copies(optimizer.optimizer)
     rank, data = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     for turn in range(4):
         optimizer.zero_grad()
@@ -37,9 +41,9 @@ def trained(shape: Shape, clips: bool) -> dict[str, Tensor]:
     return gathered.gather(gathered.held(gathered.named(chunks)))
 
 
-def compared(shape: Shape) -> tuple[list[str], list[str]]:
+def compared(shape: Shape, on_host: bool) -> tuple[list[str], list[str]]:
     """Which weights differ between the distributed optimizer and the plain one, and which the clip changes."""
-    flat, plain = trained(shape.but(flat=True), True), shape.but(late=False)
+    flat, plain = trained(shape.but(flat=True), True, on_host), shape.but(late=False)
     whole, never = trained(plain, True), trained(plain, False)
     wrong = [name for name in whole if not torch.equal(whole[name], flat[name])]
     return wrong, [name for name in whole if not torch.equal(whole[name], never[name])]
@@ -91,15 +95,15 @@ def test_master_weights_keep_their_precision_through_a_clip(workers, flat: bool)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
+    ("ranks", "shape", "on_host"),
     [
-        (2, Shape(dtype=torch.bfloat16, model=CLIP)),
-        (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late=True)),
-        (4, Shape(tp=2, dtype=torch.bfloat16, model=(*CLIP, *LATENT, *ONE_LAYER))),
+        (2, Shape(dtype=torch.bfloat16, model=CLIP), True),
+        (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late=True), False),
+        (4, Shape(tp=2, dtype=torch.bfloat16, model=(*CLIP, *LATENT, *ONE_LAYER)), False),
     ],
-    ids=["DP 2, bf16", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
+    ids=["DP 2, bf16, state in CPU memory", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
 )
-def test_shards_are_clipped_as_whole_masters_are(workers, ranks: int, shape: Shape) -> None:
-    for wrong, clipped in workers(ranks).run(compared, shape):
+def test_shards_are_clipped_as_whole_masters_are(workers, ranks: int, shape: Shape, on_host: bool) -> None:
+    for wrong, clipped in workers(ranks).run(compared, shape, on_host):
         assert wrong == []
         assert any("self_attention.linear_q" in name for name in clipped)

@@ -32,6 +32,8 @@ from tests.megatron.shapes import (
 Roles = dict[str, tuple[str, Any, tuple[int, ...]]]
 """For each parameter its group, its matrices and its whole shape."""
 
+COVERS = ("integrations.megatron.roles.megatron_role",)
+
 HALVES = ("heads", 2, 0)
 LAYER = "decoder.layers.0."
 AHEAD = "mtp.layers.0."

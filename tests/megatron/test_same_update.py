@@ -76,6 +76,12 @@ def test_distributed_optimizer(workers, name: str) -> None:
     check(workers(ranks).run(train, shape))
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
+def test_state_in_cpu_memory(workers, flat: bool) -> None:
+    """Brought to the step and back, bucket by bucket, as on a GPU."""
+    check(workers(4).run(train, Shape(tp=2, flat=flat, dtype=BF16), muon={"state_device": "cpu"}))
+
+
 # Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
 # values each.
 HEADS = {"linear_qkv.weight": ("heads", 8, 0), "linear_proj.weight": ("heads", 4, 1)}

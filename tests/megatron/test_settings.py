@@ -27,6 +27,8 @@ NORMS = Shape(model=(*ONE_LAYER, ("qk_layernorm", True), ("add_bias_linear", Tru
 ONLY_MUON = r"^(?!.*linear)"
 """What to freeze."""
 
+COVERS = ("integrations.megatron.param_groups.find_groups",)
+
 
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_an_override_names_a_rule(workers, flat: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from muonmesh.integrations.megatron import get_megatron_optimizer
 from tests.megatron import gathered, host
 from tests.megatron.oracle import Oracle
+from tests.support.in_copies import work_in_copies
 
 
 class Trained(NamedTuple):
@@ -28,6 +29,9 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     chunks = host.chunks_of(shape)
     config = host.optimizer_config(shape, **settings.pop("config", {}))
     optimizer = get_megatron_optimizer(config, chunks, **settings)
+    muon = dict(settings.get("muon") or {})
+    if muon.pop("state_device", None) is not None:
+        work_in_copies(optimizer.optimizer)
     parameters = gathered.named(chunks)
     parameters = {name: p for name, p in parameters.items() if p.requires_grad}
     once = {name: p for name, p in parameters.items() if not getattr(p, "shared", False)}
@@ -39,7 +43,7 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
         adamw_betas=(config.adam_beta1, config.adam_beta2),
         adamw_eps=config.adam_eps,
         master_dtype=None if shape.dtype == torch.float32 else torch.float32,
-        muon=settings.get("muon"),
+        muon=muon,
         rules=settings.get("overrides"),
     )
     losses, norms, expected, skipped = [], [], [], []

@@ -22,6 +22,11 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.deflation import Deflation
 
+COVERS = (
+    "numerics.coefficients.coefficient_schedule",
+    "numerics.coefficients.register_coefficients",
+)
+
 JORDAN = (3.4445, -4.7750, 2.0315)
 # As other implementations print it: the paper's polynomials at x / 1.01, to four decimals; the last is the limit.
 POLAR_EXPRESS = [

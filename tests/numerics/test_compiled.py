@@ -36,6 +36,11 @@ from tests.support import emulated
 from tests.support.alone import alone
 from tests.support.emulated import RUNS
 
+COVERS = (
+    "numerics.kernels.compiled.compiled_products",
+    "numerics.iteration.CpuIteration.run",
+)
+
 pytestmark = pytest.mark.usefixtures("products")
 
 TABLE = compiled_products(rows=8, cols=8, at_once=3)

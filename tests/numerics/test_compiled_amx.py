@@ -98,7 +98,7 @@ def test_its_order_of_sums_has_a_number_of_its_own() -> None:
 
 def test_it_is_refused_where_the_processor_or_the_kernel_has_no_tiles() -> None:
     """By name it is an error; what nobody asked for by name goes on with the next variant, and doctor says why."""
-    found = products_here().found
+    found = products_here().result
     assert found.startswith(f"variant {compiled.library().variant}. ")
     if reason := missing():
         for call in (
@@ -136,12 +136,12 @@ def test_building_is_the_advice_where_it_helps(tmp_path: Path, lacking: str) -> 
         advice = BUILD if lacking.startswith("a library") else ""
         assert str(error.value).endswith(f'Write kernels="auto"{advice}')
         if not lacking:
-            assert products_here().found == "none. Found a processor without AVX2 and FMA. torch multiplies."
+            assert products_here().result == "none. Found a processor without AVX2 and FMA. torch multiplies."
 
 
 def test_doctor_says_that_it_is_possible(emulated_amx: Path) -> None:
     with emulated.using(emulated_amx):
-        assert products_here().found.endswith('kernels="amx" is possible too')
+        assert products_here().result.endswith('kernels="amx" is possible too')
 
 
 def test_auto_does_not_take_it(emulated_amx: Path) -> None:

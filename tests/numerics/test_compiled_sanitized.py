@@ -77,7 +77,7 @@ def faulty(folder: Path, right: str, wrong: str) -> Path:
 
 def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None) -> None:
     """A loop that writes whole vectors at the end of a row is found."""
-    source = faulty(tmp_path, "else memcpy(to, &h, some * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
+    source = faulty(tmp_path, "else memcpy(to, &h, count * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
     done = ran(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr
@@ -91,13 +91,13 @@ FAULTS = {
     "rows of A half as far apart": ("of_a = ld * sizeof(bf16);", "of_a = ld;", ""),
     "a tile that is not zeroed": ("    _tile_zero(3);\n", "", ""),
     "even members where odd ones are": ("low | high << 16", "high | low << 16", ""),
-    "no zeros after a column": ("(pairs_of(some) * WIDTH - filled)", "0 * filled", ""),
+    "no zeros after a column": ("(pairs_of(chunk) * WIDTH - written)", "0 * written", ""),
     "an end within a tile": ("rows == ROWS && depth % (2 * PAIRS) == 0 && ", "rows == ROWS && ", "AddressSanitizer"),
     "fewer rows than a tile": ("rows == ROWS && depth % (2", "depth % (2", "AddressSanitizer"),
     "tiles released that somebody had configured": (RESTORED, "  _tile_release();", ""),
-    "tiles configured that nobody had": (RESTORED, "  _tile_loadconfig(before->palette ? before : &ours);", ""),
+    "tiles configured that nobody had": (RESTORED, "  _tile_loadconfig(before->palette ? before : &of_products);", ""),
     "one row too few in a tile": ("{16, 16, ", "{15, 16, ", "#UD: rows"),
-    "no configuration": ("  _tile_loadconfig(own);\n", "", "#UD"),
+    "no configuration": ("  _tile_loadconfig(wanted);\n", "", "#UD"),
 }
 
 

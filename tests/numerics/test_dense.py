@@ -20,6 +20,11 @@ import muonmesh as mm
 from muonmesh import orthogonalize
 from muonmesh.numerics import kernels
 
+COVERS = (
+    "numerics.kernels.batched.torch_products",
+    "numerics.kernels.dense.dense",
+)
+
 pytestmark = pytest.mark.own_ambient
 
 ATEN = torch.ops.aten

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 
+COVERS = (
+    "numerics.dtypes.dtype_named",
+    "numerics.dtypes.master_for",
+)
+
 HELD = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 COMPUTE = [torch.bfloat16, torch.float32, torch.float64]
 NOT_HELD = [

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from muonmesh.numerics.exact import largest_exponent, limbs_of, total_of
 
+COVERS = (
+    "numerics.exact.limbs_of",
+    "numerics.exact.total_of",
+)
+
 
 def added(parts: list[Tensor]) -> Tensor:
     """The sum of parts as ranks take it: the largest exponent of all, then the integers of all."""

@@ -19,6 +19,16 @@ from muonmesh.numerics.kernels.blocked import BLOCK, BLOCKED
 from muonmesh.numerics.kernels.dense import dense
 from muonmesh.numerics.kernels.threads import scratch
 from muonmesh.numerics.newton_schulz import orthogonalize
+from tests.support.tensors import commuting_operands
+
+COVERS = (
+    "numerics.kernels.select",
+    "numerics.kernels.blocked.BLOCKED",
+    "numerics.kernels.dense.widened",
+    "numerics.kernels.multiple.add_multiple",
+    "numerics.kernels.product_table.Matmuls",
+    "numerics.square_matrices.symmetric_part",
+)
 
 CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
@@ -29,22 +39,12 @@ TABLES = {
 }
 
 
-def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
-    torch.manual_seed(rows + cols)
-    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
-    s = torch.randn(batch, rows, rows, dtype=torch.float64)
-    s = (s + s.mT) / rows**0.5 / 2
-    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
-    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
-
-
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 50), (BLOCK, BLOCK), (BLOCK + 1, 200), (400, 411)])
 @pytest.mark.parametrize("table", TABLES)
 def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dtype) -> None:
     matmuls, batch = TABLES[table]
-    x, a, b = operands(rows, cols, batch, dtype)
+    x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
     square, long = torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
@@ -73,7 +73,7 @@ def test_products_against_fp64(table: str, rows: int, cols: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("rows", [BLOCK, BLOCK + 7, 3 * BLOCK])
 def test_blocked_results_are_exactly_symmetric(rows: int, dtype: torch.dtype) -> None:
-    x, a, b = operands(rows, 2 * rows, 1, dtype)
+    x, a, b = commuting_operands(rows, 2 * rows, 1, dtype)
     for result in (
         BLOCKED.multiply(x, None, [], torch.empty_like(a), scale=torch.tensor(3.0)),
         BLOCKED.multiply(a, a, [(a, -2.0)], torch.empty_like(a), alpha=3.0),
@@ -87,7 +87,7 @@ def test_kept_views_are_of_the_square_at_hand() -> None:
     memory = torch.empty(400 * 400, dtype=torch.bfloat16)
     for number in range(2 * blocked._KEPT):
         rows = 390 if number % 3 == 0 else 400
-        _, a, b = operands(rows, number, 1, torch.bfloat16)
+        _, a, b = commuting_operands(rows, number, 1, torch.bfloat16)
         shared = memory[: rows * rows].view(1, rows, rows)
         out = shared if number % 2 else torch.empty_like(a)
         shared.copy_(b) if out is not shared else out.fill_(torch.nan)
@@ -203,7 +203,7 @@ def test_bf16_is_multiplied_as_such_where_that_is_no_slower(
 def test_without_bf16_instructions_products_are_those_of_fp32_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: False)
     table = chosen(390, 500, torch.bfloat16)
-    x, a, _ = operands(390, 500, 1, torch.bfloat16)
+    x, a, _ = commuting_operands(390, 500, 1, torch.bfloat16)
     assert torch.equal(
         table.multiply(x, None, [], torch.empty_like(a), scale=torch.tensor(0.5)),
         BLOCKED.multiply(

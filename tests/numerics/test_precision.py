@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.precision import exact_products
 
+COVERS = ("numerics.precision.exact_products",)
+
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
 

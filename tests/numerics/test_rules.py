@@ -25,18 +25,36 @@ from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
 from tests.support import reference
 from tests.support.problem import PARAMETERS
+from tests.support.tensors import random_fp64
+
+COVERS = (
+    "numerics.rules.adamuon.AdaMuonRule",
+    "numerics.rules.adamw.AdamWRule",
+    "numerics.rules.dynmuon.power_at",
+    "numerics.rules.elementwise.ElementwiseRule",
+    "numerics.rules.even.frobenius",
+    "numerics.rules.hyperball.HyperballRule",
+    "numerics.rules.muon.MuonRule",
+    "numerics.rules.muon_plus.MuonPlusRule",
+    "numerics.rules.muoneq.MuonEqRule",
+    "numerics.rules.normuon.NorMuonRule",
+    "numerics.rules.parts.change_whole",
+    "numerics.rules.registry.register_rule",
+    "numerics.rules.rule.Rule",
+    "numerics.rules.scion.ScionRule",
+    "numerics.rules.scion_row_norm.ScionRowNormRule",
+    "numerics.rules.scion_sign.ScionSignRule",
+    "numerics.rules.soap.SoapRule",
+    "step.muon_step.Profiled",
+)
 
 STEPS = 4
 COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str]) -> list[tuple[str, float]]:
     """Step by the package in fp64 and by the oracle; return the largest difference of each parameter."""
-    values = {name: random(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
+    values = {name: random_fp64(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
     tensors = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     specs = [PARAMETERS[name][1] for name in names]
     group = {"params": list(tensors.values()), "param_names": names, **settings}
@@ -45,7 +63,7 @@ def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str])
     optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float64, state_dtype=torch.float64, momentum=0.9)
     state: dict[str, Any] = {}
     for step in range(STEPS):
-        grads = {name: random(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
+        grads = {name: random_fp64(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
         for name, tensor in tensors.items():
             tensor.grad = grads[name].clone()
         optimizer.step()
@@ -99,9 +117,9 @@ def test_other_rules_agree_with_the_oracle(settings: dict[str, Any], options: di
 
 def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
     def after(side: str, shape: tuple[int, int]) -> Tensor:
-        weight = nn.Parameter(random(*shape).float())
+        weight = nn.Parameter(random_fp64(*shape).float())
         optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon", "normuon_side": side}])
-        weight.grad = random(*shape, seed=1).float()
+        weight.grad = random_fp64(*shape, seed=1).float()
         optimizer.step()
         return weight.detach()
 
@@ -136,7 +154,7 @@ def test_cautious_decay_decays_what_the_step_moves_towards_zero() -> None:
 @pytest.mark.parametrize("mode", ["full", "cautious"])
 def test_no_decay_is_no_decay(mode: str) -> None:
     rule = MuonRule(1.0, 0.0, mode, "none", 1.0, "polar_express", 5, "auto", 0.9, True)  # type: ignore[arg-type]
-    weights = random(5).float()
+    weights = random_fp64(5).float()
     before = weights.clone()
     rule.decay(weights, before)
     assert torch.equal(weights, before)
@@ -149,10 +167,10 @@ MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muo
 def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) -> None:
     results, same = [], RULES[rule].scale_invariant
     for scale in (1.0, 2.0**-60, 2.0**60):
-        weight = nn.Parameter(random(12, 20).float())
+        weight = nn.Parameter(random_fp64(12, 20).float())
         optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
         for step in range(3):
-            weight.grad = random(12, 20, seed=step + 1).float() * scale
+            weight.grad = random_fp64(12, 20, seed=step + 1).float() * scale
             optimizer.step()
         results.append(weight.detach())
     assert torch.equal(results[0], results[1]) == same
@@ -168,7 +186,7 @@ def test_a_step_of_dynmuon_is_as_large_as_a_power_of_the_gradients_scale(power: 
         weight = nn.Parameter(torch.zeros(12, 20))
         group = {"params": [weight], "algorithm": "dynmuon", "dynmuon_power": power}
         optimizer = mm.Muon([group], lr=0.1, compute_dtype=torch.float32)
-        weight.grad = random(12, 20, seed=1).float() * scale
+        weight.grad = random_fp64(12, 20, seed=1).float() * scale
         optimizer.step()
         steps.append(weight.detach() * scale**-power)
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=0)
@@ -194,7 +212,7 @@ def test_dynmuon_is_its_authors_function() -> None:
         optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
         for step in range(6):
             optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)
-            weight.grad = random(*shape, seed=step)
+            weight.grad = random_fp64(*shape, seed=step)
             optimizer.step()
             momentum = 0.95 * momentum + weight.grad
             update = fast_spectral(0.95 * momentum + weight.grad, p) * max(1, shape[0] / shape[1]) ** 0.5
@@ -206,10 +224,10 @@ def test_dynmuon_is_its_authors_function() -> None:
 
 
 def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
-    weights = [nn.Parameter(random(6, 8, seed=n).float()) for n in range(2)]
+    weights = [nn.Parameter(random_fp64(6, 8, seed=n).float()) for n in range(2)]
     optimizer = mm.Muon([{"params": weights, "algorithm": "normuon"}])
     for weight in weights:
-        weight.grad = random(6, 8, seed=3).float()
+        weight.grad = random_fp64(6, 8, seed=3).float()
     optimizer.step()
     before = [optimizer.state[weight]["row_second_moment"].clone() for weight in weights]
     assert all(bool((moment > 0).all()) for moment in before)
@@ -223,7 +241,7 @@ def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
 
 def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
     rule = NorMuonRule(1.0, 0.0, "full", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
-    update = mm.orthogonalize(random(10, 16).float(), dtype=torch.float32)
+    update = mm.orthogonalize(random_fp64(10, 16).float(), dtype=torch.float32)
     state = {"row_second_moment": torch.zeros(1, 10, 1)}
     changed = update.clone()
     parts.change_whole(rule.whole, changed, state, rows=10, cols=16)
@@ -245,7 +263,7 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
     """A peer multiplies them by their norm, zero, for ever."""
     weight, plain = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(8, 12))
     optimizer, muon = hyperball(weight), mm.Muon([plain], lr=0.1)
-    weight.grad = random(8, 12, seed=1).float()
+    weight.grad = random_fp64(8, 12, seed=1).float()
     plain.grad = weight.grad.clone()
     with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": "normuon"}'):
         optimizer.step()
@@ -255,7 +273,7 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
         for step in range(3):
-            weight.grad = random(8, 12, seed=step + 2).float()
+            weight.grad = random_fp64(8, 12, seed=step + 2).float()
             optimizer.step()
     assert not torch.equal(weight, plain)
     assert float(weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
@@ -265,23 +283,23 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_hyperball_does_not_drift(dtype: torch.dtype) -> None:
     """Each step of 0.03 lengthens the weights by less than bf16 can say; all of them together would by a tenth."""
-    weight = nn.Parameter(random(12, 20).to(dtype))
+    weight = nn.Parameter(random_fp64(12, 20).to(dtype))
     before = float(weight.detach().float().norm())
     optimizer = hyperball(weight, lr=0.03, ns_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rounding
         for step in range(200):
-            weight.grad = random(12, 20, seed=step + 1).to(dtype)
+            weight.grad = random_fp64(12, 20, seed=step + 1).to(dtype)
             optimizer.step()
     bound = 1e-6 if dtype == torch.float32 else 2e-3
     assert float(weight.detach().float().norm()) == pytest.approx(before, rel=bound)
-    assert not torch.equal(weight, random(12, 20).to(dtype))
+    assert not torch.equal(weight, random_fp64(12, 20).to(dtype))
 
 
 def test_a_step_of_hyperball_has_the_length_of_its_rate() -> None:
-    weight = nn.Parameter(random(24, 40).float())
+    weight = nn.Parameter(random_fp64(24, 40).float())
     before = weight.detach().clone()
-    weight.grad = random(24, 40, seed=1).float()
+    weight.grad = random_fp64(24, 40, seed=1).float()
     hyperball(weight, lr=0.1).step()
     # An isosceles triangle: two sides R, and at the angle of the step, whose tangent is 0.1 where it is across.
     angle = torch.nn.functional.cosine_similarity(before.flatten(), weight.detach().flatten(), dim=0).acos()
@@ -293,7 +311,7 @@ def test_scions_steps_have_the_rms_of_the_others(rule: str) -> None:
     """One learning rate serves them all; rows without a gradient stay, and explain() tells the same."""
     weight = nn.Parameter(torch.zeros(24, 40))
     optimizer = mm.Muon([{"params": [weight], "param_names": ["w"], "algorithm": rule}], lr=0.5, weight_decay=0.0)
-    weight.grad = random(24, 40, seed=1).float()
+    weight.grad = random_fp64(24, 40, seed=1).float()
     weight.grad[5] = 0
     optimizer.step()
     assert not weight[5].any()
@@ -313,7 +331,7 @@ def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> No
     weight = nn.Parameter(torch.zeros(shape))
     group = {"params": [weight], "param_names": ["weight"], "matrices": [spec], "algorithm": "adamuon", "name": "muon"}
     optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0)
-    weight.grad = random(*shape, seed=1).float()
+    weight.grad = random_fp64(*shape, seed=1).float()
     optimizer.metrics()
     for _ in range(2):
         before = weight.detach().clone()
@@ -331,7 +349,7 @@ def test_adamuon_scales_as_muon_does(mode: Any) -> None:
     weight = nn.Parameter(torch.zeros(24, 40))
     group = {"params": [weight], "algorithm": "adamuon"}
     optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0, scale_mode=mode, extra_scale_factor=3.0)
-    weight.grad = random(24, 40, seed=1).float()
+    weight.grad = random_fp64(24, 40, seed=1).float()
     optimizer.step()
     expected = 0.5 * 3.0 * reference.SCALES[mode](24, 40) * 24**0.5
     assert float(weight.detach().norm()) == pytest.approx(expected, rel=1e-6)
@@ -340,9 +358,9 @@ def test_adamuon_scales_as_muon_does(mode: Any) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_adamuon_does_not_hide_a_gradient_that_is_not_finite(bad: float) -> None:
     """The sign of an infinity, and torch's sign of a NaN, are finite."""
-    weight = nn.Parameter(random(6, 8).float())
+    weight = nn.Parameter(random_fp64(6, 8).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
-    weight.grad = random(6, 8, seed=1).float()
+    weight.grad = random_fp64(6, 8, seed=1).float()
     weight.grad[2, 3] = bad
     optimizer.step()
     assert bool(weight.isnan().all())
@@ -359,14 +377,14 @@ def test_sums_are_taken_over_masters_where_there_are_any() -> None:
         def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
             weights.sub_(update.mul_(size * sums[0].sqrt()))
 
-    start = random(8, 12).bfloat16()
+    start = random_fp64(8, 12).bfloat16()
     weights = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(RULES, "grows", Grows)
         optimizer = mm.Muon([{"params": weights, "algorithm": "grows"}], lr=0.01, master_dtype=torch.float32)
         for step in range(3):
             for weight in weights:
-                weight.grad = random(8, 12, seed=step + 1).to(weight.dtype).bfloat16().to(weight.dtype)
+                weight.grad = random_fp64(8, 12, seed=step + 1).to(weight.dtype).bfloat16().to(weight.dtype)
             optimizer.step()
     assert torch.equal(optimizer.state[weights[0]]["master"], weights[1])
     assert not torch.equal(weights[0].float(), weights[1])
@@ -396,11 +414,11 @@ def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.Mon
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(5)]
+            weights = [nn.Parameter(random_fp64(40, 60, seed=n).float()) for n in range(5)]
             optimizer = mm.Muon([{"params": weights, "algorithm": "adamuon"}], lr=0.1)
             for step in range(2):
                 for number, weight in enumerate(weights):
-                    weight.grad = random(40, 60, seed=10 * step + number).float()
+                    weight.grad = random_fp64(40, 60, seed=10 * step + number).float()
                 optimizer.step()
         finally:
             torch.set_num_threads(before)
@@ -425,14 +443,14 @@ def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
-    weight = nn.Parameter(random(2, 6, 8).float())
+    weight = nn.Parameter(random_fp64(2, 6, 8).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}])
-    weight.grad = random(2, 6, 8, seed=3).float()
+    weight.grad = random_fp64(2, 6, 8, seed=3).float()
     optimizer.step()
     before = optimizer.state[weight]["second_moment"].clone()
     assert before.shape == weight.shape
     assert bool((before > 0).all())
-    weight.grad = random(2, 6, 8, seed=4).float()
+    weight.grad = random_fp64(2, 6, 8, seed=4).float()
     weight.grad[0] = 0.0
     optimizer.step()
     after = optimizer.state[weight]["second_moment"]
@@ -493,11 +511,11 @@ def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(
         register_rule("keeps-something")(KeepsSomething)
     assert "keeps-something" not in RULES
     register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
-    weight = nn.Parameter(random(6, 8).float())
+    weight = nn.Parameter(random_fp64(6, 8).float())
     with pytest.raises(ValueError, match=r"group .*KeepsWhatItIsTold\.keeps: found 'something' kept as"):
         mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": kind}])
     optimizer = mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": "rows"}])
-    weight.grad = random(6, 8, seed=1).float()
+    weight.grad = random_fp64(6, 8, seed=1).float()
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
     assert optimizer.state[weight]["something"].shape == (6, 1)
@@ -565,8 +583,8 @@ def test_a_rule_without_parts_orthogonalizes_the_gradient(monkeypatch: pytest.Mo
         pass
 
     monkeypatch.setitem(RULES, "plain", Plain)
-    weight = nn.Parameter(random(6, 9).float())
-    start, gradient = weight.detach().clone(), random(6, 9, seed=1).float()
+    weight = nn.Parameter(random_fp64(6, 9).float())
+    start, gradient = weight.detach().clone(), random_fp64(6, 9, seed=1).float()
     optimizer = mm.Muon([{"params": [weight], "algorithm": "plain"}], lr=0.5, scale_mode="none", weight_decay=0.0)
     weight.grad = gradient.clone()
     optimizer.step()
@@ -593,10 +611,10 @@ def test_whole_matrices_are_changed_on_one_thread(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        weights = [nn.Parameter(random(40, 60, seed=n).float()) for n in range(count)]
+        weights = [nn.Parameter(random_fp64(40, 60, seed=n).float()) for n in range(count)]
         optimizer = mm.Muon([{"params": weights, "algorithm": "counts"}], compute_dtype=compute)
         for weight in weights:
-            weight.grad = random(40, 60, seed=9).float()
+            weight.grad = random_fp64(40, 60, seed=9).float()
         optimizer.step()
         assert torch.get_num_threads() == 3
     finally:
@@ -605,9 +623,9 @@ def test_whole_matrices_are_changed_on_one_thread(
 
 
 def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
-    weight = nn.Parameter(random(6, 8).float())
+    weight = nn.Parameter(random_fp64(6, 8).float())
     optimizer = mm.Muon([weight], lr=0.1)
-    weight.grad = random(6, 8, seed=1).float()
+    weight.grad = random_fp64(6, 8, seed=1).float()
     optimizer.step()
     momentum = optimizer.state[weight]["momentum_buffer"]
     optimizer.param_groups[0]["algorithm"] = "normuon"
@@ -621,12 +639,12 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
     """By the device's operations, for the pieces of a bucket together and masked by flags; a matrix is left alone."""
     results = []
     for waits in (True, False):
-        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        weights = [nn.Parameter(random_fp64(12, 20, seed=n).float()) for n in range(3)]
         optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
         optimizer._runtime.driver = Driver(waits)
         for step in range(3):
             for number, weight in enumerate(weights):
-                weight.grad = random(12, 20, seed=10 * step + number).float() * (number != step)
+                weight.grad = random_fp64(12, 20, seed=10 * step + number).float() * (number != step)
             optimizer.step()
         state = [value for weight in weights for value in optimizer.state[weight].values()]
         results.append([*(weight.detach() for weight in weights), *state])
@@ -852,12 +870,12 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     prove_rule("own", examples=5)
     begun = ReadyParameters.begin
 
-    def ignoring(self: Any, wire: Any, rules: Any, flags: Any, *others: Any) -> None:
+    def ignoring(self: Any, communicator: Any, rules: Any, flags: Any, *others: Any) -> None:
         if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
             plain = own.__mro__[1]
             given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
             rules = [rule and plain(**rule) for rule in given]
-        begun(self, wire, rules, flags, *others)
+        begun(self, communicator, rules, flags, *others)
 
     monkeypatch.setattr(ReadyParameters, "begin", ignoring)
     with pytest.raises(AssertionError, match="differ between the operations of a device and those of a CPU"):
@@ -867,11 +885,11 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
 def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a gradient's direction nothing else moves the weights: lr 0.5 · decay 0.1 towards zero, once."""
     monkeypatch.setitem(RULES, "own", OwnDecay)
-    weight = nn.Parameter(random(6, 9).float())
+    weight = nn.Parameter(random_fp64(6, 9).float())
     expected = weight.detach() - weight.detach().sign() * 0.05
     optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
     optimizer._runtime.driver = Driver(False)
-    weight.grad = random(6, 9, seed=1).float()
+    weight.grad = random_fp64(6, 9, seed=1).float()
     optimizer.step()
     torch.testing.assert_close(weight.detach(), expected)
 
@@ -880,13 +898,13 @@ def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("rule", MATRIX_RULES)
 def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state_dtype: torch.dtype) -> None:
     """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
-    weight = nn.Parameter(random(12, 20, seed=0).float())
+    weight = nn.Parameter(random_fp64(12, 20, seed=0).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
     optimizer._runtime.driver = Driver(False)
-    weight.grad = random(12, 20, seed=1).float()
+    weight.grad = random_fp64(12, 20, seed=1).float()
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
-    weight.grad = random(12, 20, seed=2).float()
+    weight.grad = random_fp64(12, 20, seed=2).float()
     weight.grad[3, 4] = math.nan
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
@@ -897,13 +915,13 @@ def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
     """Results arrive as steps where nothing else is done to them; equal matrices are orthogonalized together."""
     results = []
     for waits in (True, False):
-        weights = [nn.Parameter(random(12, 20, seed=n).float()) for n in range(3)]
+        weights = [nn.Parameter(random_fp64(12, 20, seed=n).float()) for n in range(3)]
         alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
         groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
         optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
         optimizer._runtime.driver = Driver(waits)
         for number, weight in enumerate(weights):
-            weight.grad = random(12, 20, seed=10 + number).float()
+            weight.grad = random_fp64(12, 20, seed=10 + number).float()
         optimizer.metrics()
         optimizer.step()
         sizes = [value for name, value in optimizer.metrics().items() if name.endswith("/update_rms")]
@@ -921,25 +939,25 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     """Wide and tall ones, experts, transposed memory, parts of a fused weight; one zero gradient and one missing."""
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
-    results, applied = [], muon_step._apply_together
+    results, side_by_side = [], muon_step._side_by_side
     taken: list[int] = []
 
-    def counted(elements: Any, run: Any, entries: Any, kind: Any) -> bool:
-        done = applied(elements, run, entries, kind)
-        taken.append(len(run.rows) if done else 0)
-        return done
+    def counted(tensors: Any) -> Any:
+        columns = side_by_side(tensors)
+        taken.append(0 if columns is None or len(tensors) == 1 else len(tensors))
+        return columns
 
-    monkeypatch.setattr(muon_step, "_apply_together", counted)
+    monkeypatch.setattr(muon_step, "_side_by_side", counted)
     for small in (muon_step.SMALL, 0):
         monkeypatch.setattr(muon_step, "SMALL", small)
-        weights = [nn.Parameter(random(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
-        weights.append(nn.Parameter(random(20, 9, seed=20).to(dtype).t()))
+        weights = [nn.Parameter(random_fp64(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
+        weights.append(nn.Parameter(random_fp64(20, 9, seed=20).to(dtype).t()))
         masters = torch.float32 if dtype == torch.bfloat16 else None
         groups = [{"params": weights, "matrices": matrices, "algorithm": rule}]
         optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.1, master_dtype=masters)
         for step in range(3):
             for number, weight in enumerate(weights):
-                weight.grad = random(*weight.shape, seed=30 * step + number).to(dtype)
+                weight.grad = random_fp64(*weight.shape, seed=30 * step + number).to(dtype)
             if step == 1:
                 weights[0].grad, weights[7].grad[1] = torch.zeros_like(weights[0]), 0
                 weights[5].grad = None
@@ -1018,7 +1036,7 @@ def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
 def layered(every: int, layers: int = 10) -> tuple[list[nn.Parameter], mm.Muon]:
     """Two kinds of matrices in each layer."""
     names = [f"model.layers.{layer}.{kind}.weight" for layer in range(layers) for kind in ("attn.q", "mlp.up")]
-    weights = [nn.Parameter(random(6, 6, seed=n).float()) for n in range(len(names))]
+    weights = [nn.Parameter(random_fp64(6, 6, seed=n).float()) for n in range(len(names))]
     group = {"params": weights, "param_names": names, "algorithm": "soap", "soap_every": every}
     return weights, mm.Muon([group], lr=0.01)
 
@@ -1036,7 +1054,7 @@ def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.linalg, "qr", counted)
     for step in range(11):
         for number, weight in enumerate(weights):
-            weight.grad = random(6, 6, seed=100 * step + number).float()
+            weight.grad = random_fp64(6, 6, seed=100 * step + number).float()
         done.append(0)
         before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
         optimizer.step()
@@ -1056,7 +1074,7 @@ def test_the_count_of_steps_is_saved_and_loaded() -> None:
                 twin.data.copy_(weight.data)
             assert second.param_groups[0]["steps_taken"] == 2
         for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
-            weight.grad = random(6, 6, seed=100 * step + number).float()
+            weight.grad = random_fp64(6, 6, seed=100 * step + number).float()
             twin.grad = weight.grad.clone()
         for optimizer in (first, second) if step >= 2 else (first,):
             optimizer.step()
@@ -1073,7 +1091,7 @@ def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
     model = nn.ParameterDict({str(number): twin for number, twin in enumerate(twins)})
     get_optimizer_state_dict(model, looked_at)
     for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
-        weight.grad = random(6, 6, seed=number).float()
+        weight.grad = random_fp64(6, 6, seed=number).float()
         twin.grad = weight.grad.clone()
     plain.step()
     looked_at.step()
@@ -1084,8 +1102,8 @@ def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
 def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:
     (weights, optimizer), (other, _) = layered(5, layers=1), layered(5, layers=1)
     for step in range(3):
-        weights[0].grad = random(6, 6, seed=step).float()
-        weights[1].grad = random(6, 6, seed=9 + step).float() * (step == 2)
+        weights[0].grad = random_fp64(6, 6, seed=step).float()
+        weights[1].grad = random_fp64(6, 6, seed=9 + step).float() * (step == 2)
         optimizer.step()
     basis = optimizer.state[weights[1]]["row_basis"].view(6, 6)
     state = optimizer.state[weights[1]]
@@ -1097,14 +1115,14 @@ def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> N
 
 def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
     """By the formulas: bytes of momentum, second moments, two Gram matrices and two bases, and the unit; FLOPs."""
-    weight = nn.Parameter(random(20, 12).float())
+    weight = nn.Parameter(random_fp64(20, 12).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": "soap", "soap_every": 4}])
-    muon = mm.Muon([nn.Parameter(random(20, 12).float())]).explain()
+    muon = mm.Muon([nn.Parameter(random_fp64(20, 12).float())]).explain()
     told = optimizer.explain()
     numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
     assert told.state_bytes == 4 * numbers
     assert told.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
-    weight.grad = random(20, 12, seed=1).float()
+    weight.grad = random_fp64(20, 12, seed=1).float()
     optimizer.step()
     assert optimizer.explain().state_bytes == told.state_bytes
     assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers

@@ -39,6 +39,15 @@ from tests.support import soap as theirs
 from tests.support.meshes import mesh_of
 from tests.support.pages import run as run_page
 
+COVERS = (
+    "comm.factored_exchange.FactoredExchange",
+    "comm.matrix_sums.MatrixSums",
+    "tools.testing.prove_rule",
+    "step.stored_factored.StoredFactored",
+    "step.stored_factored.RuleSums",
+    "layout.factored_plan.FactoredPlan",
+)
+
 STEPS = 4
 RULES: dict[str, dict[str, Any]] = {
     "normuon": {"algorithm": "normuon", "normuon_side": "longer", "normuon_beta2": 0.8},
@@ -350,15 +359,6 @@ def build(layout: str, rule: str = "normuon") -> tuple[nn.Module, mm.Muon]:
     return model, mm.Muon(ruled(problem.groups(model), rule), **settings)
 
 
-def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
-    for step in range(first, last):
-        for name, gradient in problem.gradients(step).items():
-            parameter = model.get_parameter(name)
-            parameter.grad = problem.placed_like(parameter, gradient)
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> dict[str, Any]:
     return {
         "model": get_model_state_dict(model),
@@ -368,7 +368,7 @@ def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> d
 
 def save(layout: str, path: str, flat: bool, rule: str) -> None:
     model, optimizer = build(layout, rule)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     dcp.save(states(model, optimizer, StateDictOptions(flatten_optimizer_state_dict=flat)), checkpoint_id=path)
 
 
@@ -379,7 +379,7 @@ def load(layout: str, path: str, flat: bool, rule: str) -> list[str]:
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    advance(model, optimizer, 2, STEPS)
+    problem.advance(model, optimizer, 2, STEPS)
     return differing(optimizer, rule, FP32)
 
 
@@ -410,11 +410,11 @@ def test_resharding_continues_bit_for_bit(workers, tmp_path: Path, how: str, fla
 def reloaded(layout: str) -> list[str]:
     """Through torch's own state_dict and load_state_dict, in the middle."""
     model, optimizer = build(layout)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     fresh, other = build(layout)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    advance(fresh, other, 2, STEPS)
+    problem.advance(fresh, other, 2, STEPS)
     return differing(other, "normuon", FP32)
 
 
@@ -425,7 +425,7 @@ def test_a_state_dict_brings_it_back(workers, layout: str) -> None:
 
 def refused(kind: str) -> str:
     model, optimizer = build("shard0", "adamuon" if kind == "element" else "normuon")
-    advance(model, optimizer, 0, 1)
+    problem.advance(model, optimizer, 0, 1)
     saved = optimizer.state_dict()
     entry = saved["state"][4]
     if kind == "element":
@@ -760,7 +760,7 @@ def cost(layout: str) -> tuple[list[Any], int, int]:
     sent, kept, whole = [], 0, 0
     for rule in ("gram", "cautious"):
         model, optimizer = build(layout, rule)
-        advance(model, optimizer, 0, 1)
+        problem.advance(model, optimizer, 0, 1)
         sent.append((optimizer.counts.collectives, optimizer.counts.bytes_sent, optimizer.counts.bytes_received))
         for member in placed_members(optimizer):
             if "gram" in member.state_layouts:
@@ -790,14 +790,14 @@ def test_prove_rule_shows_it(workers) -> None:
 
 def save_kept(layout: str, path: str, rule: str = "gram") -> None:
     model, optimizer = build(layout, rule)
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     mm.checkpoint.save(path, model, optimizer)
 
 
 def load_kept(layout: str, path: str, rule: str = "gram") -> list[str]:
     model, optimizer = build(layout, rule)
     mm.checkpoint.load(path, model, optimizer)
-    advance(model, optimizer, 2, STEPS)
+    problem.advance(model, optimizer, 2, STEPS)
     return differing(optimizer, rule, FP32)
 
 
@@ -815,11 +815,11 @@ def test_any_layout_goes_on(workers, tmp_path: Path, ranks: int, layout: str, la
 def reloaded_kept(layout: str) -> list[str]:
     """Through a file a rank, with an optimizer that has not met the others yet."""
     model, optimizer = build(layout, "gram")
-    advance(model, optimizer, 0, 2)
+    problem.advance(model, optimizer, 0, 2)
     fresh, other = build(layout, "gram")
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    advance(fresh, other, 2, STEPS)
+    problem.advance(fresh, other, 2, STEPS)
     return differing(other, "gram", FP32)
 
 
@@ -830,7 +830,7 @@ def test_a_state_dict_of_each_rank_brings_it_back(workers, layout: str) -> None:
 
 def refused_kept() -> str:
     model, optimizer = build("fsdp", "gram")
-    advance(model, optimizer, 0, 1)
+    problem.advance(model, optimizer, 0, 1)
     with pytest.raises(mm.StateError) as caught:
         get_optimizer_state_dict(model, optimizer)
     return str(caught.value)

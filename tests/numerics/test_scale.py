@@ -10,6 +10,8 @@ import torch
 
 from muonmesh.numerics.scale import ScaleMode, update_scale
 
+COVERS = ("numerics.scale.update_scale",)
+
 
 @pytest.mark.parametrize(
     ("mode", "tall", "wide", "square"),

@@ -19,6 +19,11 @@ from muonmesh.numerics.stochastic import Rounding, keys_of
 from tests.support import problem
 from tests.support.reference import reference_step
 
+COVERS = (
+    "numerics.stochastic.Rounding",
+    "step.parameter_steps.StateCodec",
+)
+
 
 def rounded(exact: Tensor, step: int, seed: int = 0) -> Tensor:
     into = torch.empty_like(exact, dtype=torch.bfloat16)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.threads import alone, run_all, run_each, scratch, thread_count, together
+from muonmesh.numerics.kernels.threads import all_threads, alone, run_all, run_each, scratch, thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import RULES, MuonRule
+
+COVERS = ("numerics.kernels.threads.run_all",)
 
 CPU = torch.device("cpu")
 
@@ -141,7 +143,7 @@ def test_an_operation_of_torch_has_one_thread_alone_and_all_together() -> None:
     with alone():
         assert (torch.get_num_threads(), thread_count()) == (1, 3)
         started += in_threads(torch.get_num_threads)  # threads that start meanwhile have all
-        with together():
+        with all_threads():
             assert (torch.get_num_threads(), thread_count()) == (3, 3)
             with alone():
                 assert (torch.get_num_threads(), thread_count()) == (1, 3)

@@ -31,12 +31,27 @@ from muonmesh.step.runtime import Driver
 from tests.device.pretended import Event, pretended_cuda
 from tests.support.interpreter import interpreting
 from tests.support.pieces import pieces_of
+from tests.support.tensors import commuting_operands
 
 Interpreter = Callable[..., Any]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24}
 """The largest error of one rounding, relative."""
+
+COVERS = (
+    "numerics.kernels.triton.triton_products",
+    "numerics.kernels.fused.fold",
+    "numerics.kernels.norms.measure",
+    "numerics.kernels.pinned_copies.download",
+    "numerics.kernels.pieces.fold",
+    "numerics.kernels.recording.Recording",
+    "numerics.kernels.rows.PieceRows",
+    "numerics.kernels.small.orthogonalize",
+    "numerics.kernels.toolchain.is_interpreted",
+    "step.by_kernel.ByKernel",
+)
+
 # Smaller than a tile, larger with rows that are not aligned, tiles of 128 that do not divide the matrix.
 SIZES = [
     *((1, 1, 1, BF16), (65, 130, 2, BF16), (3, 50, 2, FP16), (3, 50, 2, FP32)),
@@ -55,7 +70,10 @@ def interpreter() -> Iterator[Interpreter]:
 
 
 def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], float]:
-    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error."""
+    """What is kept of five orthogonalizations, whether each has the bits of one alone, and their largest error.
+
+    Through Gram matrices, others of as many rows are orthogonalized with them.
+    """
     torch.manual_seed(0)
     options: dict[str, Any] = {"coefficients": "polar_express", "steps": 5, "method": method, "kernels": "triton"}
     orthogonalizer = newton_schulz.Orthogonalizer.of(20, 48, **options, dtype=BF16, device=torch.device("cpu"))
@@ -64,10 +82,13 @@ def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], 
         x = torch.randn(2, 20, 48, dtype=BF16) * 10.0**turn
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         exact = u @ vh
-        alone = orthogonalize(x, dtype=BF16, **options)
+        given = [x] if method == "standard" else [x, torch.randn(3, 20, 30, dtype=BF16), x.mT.contiguous()[:1]]
+        alone = [orthogonalize(matrices, dtype=BF16, **options) for matrices in given]
+        together = [torch.empty_like(matrices) for matrices in given]
         with torch.no_grad():
-            found = orthogonalizer(x.clone(), overwrite=True)
-        same.append(torch.equal(found, alone))
+            orthogonalizer.together([matrices.clone() for matrices in given], together, overwrite=True)
+        same += map(torch.equal, together, alone)
+        found = together[0]
         errors.append(float((found.double() - exact).norm() / exact.norm()))
     return [type(one).__name__ for one in orthogonalizer._recordings.values()], same, max(errors)
 
@@ -148,16 +169,6 @@ def repeated(what: str, waits: bool) -> tuple[bool, float, list[int]]:
     return all(map(torch.equal, found, expected)), float((found[3] - near[3]).abs().max()), [again for _, again in ways]
 
 
-def operands(rows: int, cols: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """X, and A and B that commute because both are polynomials of one symmetric matrix, exactly symmetric."""
-    torch.manual_seed(rows + cols)
-    x = torch.randn(batch, rows, cols, dtype=torch.float64) / cols**0.5
-    s = torch.randn(batch, rows, rows, dtype=torch.float64)
-    s = (s + s.mT) / rows**0.5 / 2
-    a, b = (s + s @ s).to(dtype), (2 * s - s @ s).to(dtype)
-    return x.to(dtype), a.triu() + a.triu(1).mT, b.triu() + b.triu(1).mT
-
-
 def excess(result: Tensor, exact: Tensor, terms: int) -> float:
     """The error beyond one rounding, in roundings of an fp32 sum of that many terms of the largest magnitude."""
     if not result.isfinite().all():
@@ -175,7 +186,7 @@ def upper(x: Tensor) -> Tensor:
 def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
     """The excess of every product; raises where one wrote an operand or is not symmetric."""
     matmuls = triton_products(at_once=3)
-    x, a, b = operands(rows, cols, batch, dtype)
+    x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
     s = torch.linspace(0.7, 1.9, batch)[:, None, None]  # no power of two: multiplying by them has to round
@@ -229,7 +240,7 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
 def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     """Products of matrices that lie in memory in every other way."""
     matmuls = triton_products(at_once=3)
-    x, a, _ = operands(rows, cols, 2, dtype)
+    x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
@@ -255,7 +266,7 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
 
 def around() -> list[bool]:
     """Whether zeros stay zeros, a matrix that is not finite becomes NaN, and the one between them is untouched."""
-    x, _, _ = operands(40, 72, 4, BF16)
+    x, _, _ = commuting_operands(40, 72, 4, BF16)
     alone = orthogonalize(x[1], dtype=BF16, kernels="triton", steps=3)
     x[0], x[2, 3, 4], x[3, 5, 6] = 0, math.nan, -math.inf
     result = orthogonalize(x, dtype=BF16, kernels="triton", steps=3)
@@ -266,7 +277,7 @@ def far_apart() -> float:
     """The excess of a product with strides that need 64 bits; the memory between the rows is never touched."""
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
-    x.copy_(operands(3, 20, 1, torch.bfloat16)[0])
+    x.copy_(commuting_operands(3, 20, 1, torch.bfloat16)[0])
     gram = triton_products(at_once=1).multiply(
         x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
     )
@@ -505,7 +516,7 @@ def nonzeros() -> list[int]:
 
 def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     """The excess of (q + W)(p + Z), with the identity inside, and how far it is from symmetric."""
-    _, z, w = operands(rows, 2 * rows, 2, dtype)
+    _, z, w = commuting_operands(rows, 2 * rows, 2, dtype)
     p, q = 1.75, 0.625
     out = torch.full_like(z, torch.nan)
     triton.multiply(w, z, ((z, q), (w, p)), out, symmetric=symmetric, identity=p * q)

@@ -16,6 +16,8 @@ import pytest
 from muonmesh.numerics.kernels.rows import MEASURED
 from tests.support.samples import one_in
 
+COVERS = ("numerics.kernels.tiles.tile_for",)
+
 REPOSITORY = Path(__file__).parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+COVERS = ("numerics.kernels.triton_launch.Launch",)
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -15,6 +15,8 @@ from muonmesh.comm.storage import local_of
 from tests.support.meshes import mesh_of
 from tests.support.sent import Sent
 
+COVERS = ("report.traffic.Traffic",)
+
 RANKS, SHAPES = 4, [(64, 96)] * 8 + [(120, 32)] * 4
 LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
     "ddp": ((4,), []),

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import muonmesh as mm
-from muonmesh.step.runtime import Driver
 from tests.support import problem
-from tests.support.in_copies import work_in_copies
+from tests.support.in_copies import step_as_on_a_device, work_in_copies
+
+COVERS = ("step.offload.Offload",)
 
 BF16 = {"param_dtype": torch.bfloat16, "master_dtype": torch.float32}
 FP32 = {"param_dtype": torch.float32}
@@ -26,17 +27,13 @@ def in_copies(optimizer: mm.Muon) -> None:
 
 def in_copies_on_a_device(optimizer: mm.Muon) -> None:
     in_copies(optimizer)
-    as_on_a_device(optimizer)
-
-
-def as_on_a_device(optimizer: mm.Muon) -> None:
-    optimizer._runtime.driver = Driver(False)
+    step_as_on_a_device(optimizer)
 
 
 def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:
     """Step in copies in a layout, and without them alone; return what differs."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    copies, plain = (in_copies_on_a_device, as_on_a_device) if device else (in_copies, None)
+    copies, plain = (in_copies_on_a_device, step_as_on_a_device) if device else (in_copies, None)
     settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08, **settings}
     *_, (model, optimizer) = problem.steps(layout, 3, values, problem.zeroed, copies, **settings, state_device="cpu")
     alone = problem.alone(3, problem.zeroed, plain, param_dtype, **settings)

@@ -20,6 +20,12 @@ from muonmesh.settings import reading
 from muonmesh.settings.checks import check_group
 from muonmesh.step import parameters
 
+COVERS = (
+    "step.parameters.ReadyParameters",
+    "step.parameters.steady",
+    "settings.reading.GroupRead",
+)
+
 
 def made() -> tuple[list[nn.Parameter], mm.Muon]:
     torch.manual_seed(0)

@@ -17,6 +17,8 @@ from muonmesh.comm.storage import local_of
 from muonmesh.numerics.kernels.threads import run_all
 from tests.support.meshes import mesh_of
 
+COVERS = ("step.muon_step.Profiled",)
+
 
 def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
     """Two steps, the second of which may be profiled; weights, and the rows of ours."""
@@ -45,6 +47,7 @@ def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
 ELEMENTWISE = "AdamW and other elementwise rules"
 
 
+@pytest.mark.own_ambient  # the profiler shows the thread of the caller alone
 def test_a_step_on_one_rank_has_names_in_a_profile() -> None:
     plain, _ = stepped(False, False)
     named, rows = stepped(False, True)

@@ -20,7 +20,7 @@ from torch import nn
 
 import muonmesh as mm
 import muonmesh.optimizer
-from muonmesh.comm.wire import Wire
+from muonmesh.comm.communicator import Communicator
 from muonmesh.step.parameters import ReadyParameters
 from tests.support.workers import join_default_group
 
@@ -107,14 +107,18 @@ def vanish_at(moment: Moment, how: How) -> None:
         setattr(owner, name, act)
 
     places: dict[Moment, tuple[Any, str, int]] = {
-        "before the flags": (Wire, "agree", 1),
-        "before the gather": (Wire, "swap", 1),
+        "before the flags": (Communicator, "agree", 1),
+        "before the gather": (Communicator, "start", 1),
         "in AdamW's half": (muonmesh.optimizer, "step_elementwise", 1),
-        "before the scatter": (Wire, "swap", 2),
-        "before passing on": (Wire, "swap", 2),  # four replicas on two machines gather nothing, and scatter first
+        "before the scatter": (Communicator, "start", 2),
+        "before passing on": (
+            Communicator,
+            "swap",
+            2,
+        ),  # four replicas on two machines gather nothing, and scatter first
         "at the end": (ReadyParameters, "finish", 1),
-        "before a bucket of gradients": (Wire, "swap", 1),  # in the backward pass
-        "before the averages of AdamW's": (Wire, "swap", 3),
+        "before a bucket of gradients": (Communicator, "start", 1),  # in the backward pass
+        "before the averages of AdamW's": (Communicator, "start", 3),
     }
     before(*places[moment])
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 import muonmesh as mm
+from muonmesh.step.runtime import Driver
 from muonmesh.step.state_layout import Precision
 
 
@@ -22,3 +23,8 @@ def work_in_copies(optimizer: mm.Muon) -> None:
     """Make the steps of an optimizer on a CPU copy its state to and fro."""
     precision = optimizer._runtime.precision
     optimizer._runtime.precision = Leaving(**{each.name: getattr(precision, each.name) for each in fields(Precision)})
+
+
+def step_as_on_a_device(optimizer: mm.Muon) -> None:
+    """Make an optimizer on a CPU decide as on a device, whose memory the host does not read."""
+    optimizer._runtime.driver = Driver(False)

@@ -34,11 +34,11 @@ from transformers.models.llama import modeling_llama
 from muonmesh.tools.cli import launch as launching
 from muonmesh.tools.cli import training, worker
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.tools.cli.corpus import standard_library
 from muonmesh.tools.cli.launch import RankFailed, launch
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_files import locked
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
+from tests.support.runs import copy_texts
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
@@ -57,11 +57,7 @@ def options(run: Path, text: Path, *, steps: int, ranks: int) -> list[str]:
 
 def learn_from(folder: Path) -> Path:
     """Make ``folder/text``, a dozen files of the standard library; where it is."""
-    text = folder / "text"
-    text.mkdir()
-    for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
-        shutil.copy(file, text / f"{file.parent.name}-{file.name}")
-    return text
+    return copy_texts(folder / "text", 12)
 
 
 def begun_like(whole: Path, run: Path) -> None:

@@ -186,3 +186,13 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Return the names of tensors that are not the same bit for bit."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     return [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+
+
+def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
+    """Take the steps from first up to last with the problem's gradients, each placed as its parameter is."""
+    for step in range(first, last):
+        for name, gradient in gradients(step).items():
+            parameter = model.get_parameter(name)
+            parameter.grad = placed_like(parameter, gradient)
+        optimizer.step()
+    optimizer.zero_grad()

@@ -20,6 +20,9 @@ from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.cli.diagnosis import diagnose
 from tests.support.alone import alone
 from tests.support.mutations import MANY, QUICK, mutate
+from tests.support.tensors import same_bits
+
+COVERS = ("tools.checkpoints.archive.read_archive",)
 
 
 def trained() -> tuple[torch.nn.Module, mm.Muon]:
@@ -31,22 +34,12 @@ def trained() -> tuple[torch.nn.Module, mm.Muon]:
     return model, optimizer
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 def outcome(load: Callable[[], Any], right: Any) -> str:
     try:
         found = load()
     except FileError as error:
         return "refused" if "\n" not in str(error) else f"two lines: {error}"
-    return "equal" if same(right, found) else "other"
+    return "equal" if same_bits(right, found) else "other"
 
 
 def save_whole(folder: Path) -> Any:

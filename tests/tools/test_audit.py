@@ -19,6 +19,12 @@ from muonmesh.tools.auditing.judge import of_matrices, polar
 from muonmesh.tools.auditing.probe import probing_gradient
 from tests.support.audited import MATRICES, Net, backward, halves, torchs, verdicts
 
+COVERS = (
+    "tools.auditing.audit.audit",
+    "tools.auditing.judge.judge",
+    "tools.auditing.probe.probing_gradient",
+)
+
 # ------------------------------------------------------------------ what it compares with
 
 

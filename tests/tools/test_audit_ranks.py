@@ -20,6 +20,8 @@ import muonmesh as mm
 from tests.support.audited import MATRICES, Net, backward, torchs, verdicts
 from tests.support.workers import Pool
 
+COVERS = ("tools.local_part.local_part",)
+
 
 class LocalMuon(Optimizer):
     """What many do: orthogonalizes what this rank has of a matrix, and what is no matrix goes down its gradient."""

@@ -193,6 +193,16 @@ def test_the_table_of_a_steps_traffic_is_written() -> None:
     assert all(row.messages > 0 for row in rows.values())
 
 
+def test_flat_buffers_leave_nothing_to_save_by_gradients_to_owners() -> None:
+    """Under ZeRO nearly every matrix lies on one rank; FSDP1 cuts the matrices of each block."""
+    page = (REPOSITORY / "benchmarks/reports/flat-owners.md").read_text()
+    for case, most in (("ZeRO-1 and 2 8", 1.001), ("FSDP1 8", 1.1)):
+        adamw, exchanged, owners = step_traffic.flat_rows_of(f"Llama 8B, {case}")
+        assert adamw.bytes <= owners.bytes <= exchanged.bytes <= most * owners.bytes
+        figures = " | ".join(f"{row.bytes / 1e9:.2f}" for row in (adamw, exchanged, owners))
+        assert f"| {case[:-2]}, 8 | {figures} | {100 * (1 - owners.bytes / exchanged.bytes):.1f} % |" in page
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("faster", [1.0, 100.0])
 def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: Path, faster: float) -> None:

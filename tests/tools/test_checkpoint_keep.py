@@ -14,6 +14,8 @@ from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.checkpoints import forget_others, latest_step
 from tests.support.folders import read, write
 
+COVERS = ("tools.cli.checkpoints.forget_others",)
+
 
 def save(folder: Path, step: int, *, forget: bool = False) -> Path:
     path = folder / f"step-{step:08d}"

@@ -15,6 +15,11 @@ from typer.testing import CliRunner
 
 from muonmesh.tools.cli.app import app
 
+COVERS = (
+    "tools.auditing.first_step.audit_script",
+    "tools.cli.audit_command.audit",
+)
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys

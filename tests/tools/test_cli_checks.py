@@ -28,6 +28,14 @@ from muonmesh.tools.cli.run import _environment
 from muonmesh.tools.cli.run_files import LOCK_FILE, first_failure, locked, make_room, record_failure
 from muonmesh.tools.cli.run_settings import Settings, load_settings
 
+COVERS = (
+    "tools.cli.run_files.locked",
+    "tools.cli.run_settings.load_settings",
+    "tools.cli.model.check_model",
+    "files.is_finite",
+    "tools.cli.terminal.print_plainly",
+)
+
 ANYTHING = st.one_of(
     st.none(),
     st.booleans(),

@@ -18,6 +18,12 @@ from muonmesh.tools.cli import versions
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.terminal import shell_line
 
+COVERS = (
+    "tools.cli.app.commands",
+    "tools.cli.versions",
+    "tools.cli.terminal.shell_line",
+)
+
 COMMANDS = sorted(typer.main.get_group(app).commands)  # type: ignore[attr-defined]
 
 

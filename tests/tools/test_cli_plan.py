@@ -19,6 +19,12 @@ from muonmesh.tools.cli.plan_command import weights_of
 from muonmesh.tools.cli.planning import parse_cluster
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 
+COVERS = (
+    "tools.cli.plan_command.plan",
+    "tools.cli.planning.parse_cluster",
+    "tools.forecasts.device_rates.DeviceRates",
+)
+
 
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
     file = tmp_path / "small.json"

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.checkpoint import convert
 from tests.support import peers
+from tests.support.tensors import random_fp64
+
+COVERS = ("tools.checkpoints.conversion.convert",)
 
 EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Net(nn.Module):
@@ -41,7 +40,7 @@ REST = ("embedding.weight", "up.bias", "head.weight", "head.bias")
 
 def give(model: nn.Module, seed: int) -> None:
     for number, parameter in enumerate(model.parameters()):
-        parameter.grad = random(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
+        parameter.grad = random_fp64(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
 
 
 def apart(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
@@ -184,9 +183,13 @@ def jordan_state(model: nn.Module, order: list[str], held: set[str]) -> dict[str
     state: dict[int, dict[str, Any]] = {}
     for number, name in enumerate([*order, *REST]):
         if name in held:
-            state[number] = {"momentum_buffer": random(*shapes[name], seed=7 + MATRICES.index(name))}
+            state[number] = {"momentum_buffer": random_fp64(*shapes[name], seed=7 + MATRICES.index(name))}
         elif name in REST:
-            state[number] = {"exp_avg": random(*shapes[name]), "exp_avg_sq": random(*shapes[name]).abs(), "step": 3}
+            state[number] = {
+                "exp_avg": random_fp64(*shapes[name]),
+                "exp_avg_sq": random_fp64(*shapes[name]).abs(),
+                "step": 3,
+            }
     groups = [{"params": [0, 1], "use_muon": True, **JORDAN}, {"params": [2, 3, 4, 5], "use_muon": False, **ADAMW}]
     return {"state": state, "param_groups": groups}
 
@@ -200,7 +203,7 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
     for name, parameter in model.named_parameters():
         if name in MATRICES:
             assert torch.equal(
-                ours.state[parameter]["momentum_buffer"], random(*parameter.shape, seed=7 + MATRICES.index(name))
+                ours.state[parameter]["momentum_buffer"], random_fp64(*parameter.shape, seed=7 + MATRICES.index(name))
             )
     with pytest.raises(
         mm.StateError, match=r"up\.weight: found no state of it in the source; needed .*, and the files of all ranks"
@@ -247,14 +250,14 @@ def fine(model: nn.Module) -> dict[str, Any]:
 Spoil = Callable[[dict[str, Any]], Any]
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "another shape": (
-        lambda s: s["state"][1].update(momentum_buffer=random(3, 4)),
+        lambda s: s["state"][1].update(momentum_buffer=random_fp64(3, 4)),
         r"mid\.weight: found momentum_buffer of shape \(3, 4\); needed \(20, 20\)",
     ),
     "another rule": (
-        lambda s: s["state"][0].update(second_moment=random(20)),
+        lambda s: s["state"][0].update(second_moment=random_fp64(20)),
         r"up\.weight: found 'second_moment' in its state, which belongs to another rule; needed momentum_buffer",
     ),
-    "amsgrad": (lambda s: s["state"][2].update(max_exp_avg_sq=random(10, 12)), "'max_exp_avg_sq'"),
+    "amsgrad": (lambda s: s["state"][2].update(max_exp_avg_sq=random_fp64(10, 12)), "'max_exp_avg_sq'"),
     "no moments": (
         lambda s: s["state"][2].pop("exp_avg"),
         r"embedding\.weight: found state 'exp_avg_sq' \(torch\.float64\), 'step' \(int\)",

@@ -31,6 +31,12 @@ from tests.support.folders import write
 from tests.support.mutations import Acts
 from tests.support.workers import Pool
 
+COVERS = (
+    "tools.cli.diagnosis.diagnose",
+    "tools.cli.doctor.doctor",
+    "tools.cli.installation.look_around",
+)
+
 STATE = {
     "model.weight": torch.ones(6, 5),
     "model.bias": torch.ones(3, dtype=torch.bfloat16),

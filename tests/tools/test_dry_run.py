@@ -31,6 +31,12 @@ from tests.device.pretended import pretended_cuda
 from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
 from tests.support.samples import one_in
 
+COVERS = (
+    "layout.budget.Budget",
+    "report.traffic.traffic",
+    "tools.forecasts.step_memory.step_memory",
+)
+
 MIB = 2**20
 VECTORS = 2**16  # bytes: rates and flags
 SOAK = pytest.mark.soak
@@ -103,7 +109,10 @@ def spent(where: str, shapes: Sequence[tuple[int, ...]], budget: float | None) -
         optimizer.step()
         planned = plan(optimizer.param_groups, optimizer._runtime)
         moved = traffic(planned.plan, planned.rank)
-        modelled = step_memory(planned.plan, moved, lambda number: planned.orthogonalizer(number).squares)
+        of = planned.orthogonalizer
+        modelled = step_memory(
+            planned.plan, moved, lambda number: of(number).squares, lambda number, shape: of(number).joins or shape
+        )
         told.append((optimizer.explain(), modelled))
 
     run = dry_run(bag(*shapes), made, world=math.prod(mesh.values()), steps=1, step=step, **ranks)

@@ -20,7 +20,19 @@ import torch
 from benchmarks.studies.crew import Crew
 from benchmarks.studies.decoder import Decoder, Size, Text
 from benchmarks.studies.evidence import Comparison, Lines, build, read, table
-from benchmarks.studies.sweep import BUDGETS, RULES, Budget, Job, around, chosen, final, left, rate_at, record, steps_to
+from benchmarks.studies.sweep import (
+    BUDGETS,
+    RULES,
+    Budget,
+    Job,
+    around,
+    chosen,
+    final,
+    rate_at,
+    record,
+    remaining_jobs,
+    steps_to,
+)
 
 ROOT = Path(__file__).parents[2]
 FULL = BUDGETS["full"]
@@ -36,7 +48,7 @@ def loss_of(job: Job) -> float:
 def swept(budget: Budget, most: int | None = None, found: Callable[[Job], float] = loss_of) -> list[dict[str, Any]]:
     """Train one job after another, as a sweep with one worker would."""
     runs: list[dict[str, Any]] = []
-    while len(runs) != most and (jobs := left(runs, SIZES, SOME, budget, 3)):
+    while len(runs) != most and (jobs := remaining_jobs(runs, SIZES, SOME, budget, 3)):
         runs.append(record(jobs[0], {"validation": [(10, 5.0), (20, found(jobs[0]))], "lr": 0.1, "seconds": 1.0}))
     return runs
 
@@ -55,7 +67,9 @@ def test_a_cut_leaves_the_rules_level_and_changes_nothing() -> None:
     for done in range(len(runs)):
         per_rule = Counter({rule: 0 for rule in SOME}) + Counter(run["rule"] for run in runs[:done])
         assert max(per_rule.values(), default=0) - min(per_rule[rule] for rule in SOME) <= 1
-        assert left(runs[:done], SIZES, SOME, FULL, 3)[0] == Job(*(runs[done][key] for key in Job.__dataclass_fields__))
+        assert remaining_jobs(runs[:done], SIZES, SOME, FULL, 3)[0] == Job(
+            *(runs[done][key] for key in Job.__dataclass_fields__)
+        )
     assert [size for size, _ in itertools.groupby(run["size"] for run in runs)] == list(SIZES)
 
 
@@ -176,7 +190,7 @@ def test_rates_rise_and_fall_to_a_tenth() -> None:
 
 def test_text_is_read_once_before_again_and_held_out_windows_are_no_others() -> None:
     size, text = Size(8, 1, 2, context=4, batch=2, held_out=3), Text.__new__(Text)
-    text.device, text.tokens, text.held = torch.device("cpu"), torch.arange(25), torch.arange(100, 125)
+    text.device, text.tokens, text.held_out_tokens = torch.device("cpu"), torch.arange(25), torch.arange(100, 125)
     order = text.order(size, 3, seed=0)
     assert sorted(order.flatten().tolist()) == [0, 4, 8, 12, 16, 20]
     assert text.window(order[0], 4).shape == (2, 5)

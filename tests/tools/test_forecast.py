@@ -15,6 +15,8 @@ from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import Weight, forecast
 from tests.device.dry_run import dry_run
 
+COVERS = ("tools.forecasts.forecast.forecast",)
+
 LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

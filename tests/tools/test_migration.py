@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from tests.support import peers
+from tests.support.tensors import random_fp64
+
+COVERS = (
+    "tools.migration.package.Package",
+    "tools.migration.packages.convert_settings",
+)
 
 SHAPES = ((12, 20), (20, 12))
 EXACT = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def moved_apart(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
@@ -32,11 +34,11 @@ def moved_apart(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
 
 def walk(step: peers.Step, settings: dict[str, Any], shape: tuple[int, int], algorithm: str = "muon") -> float:
     """How far our three steps end from theirs; the gradients are those of no particular scale."""
-    start = random(*shape)
+    start = random_fp64(*shape)
     weight, theirs, state = nn.Parameter(start.clone()), start.clone(), {}
     optimizer = mm.Muon([{"params": [weight], "algorithm": algorithm, **settings}], **EXACT)
     for seed in (1, 2, 3):
-        weight.grad = random(*shape, seed=seed)
+        weight.grad = random_fp64(*shape, seed=seed)
         theirs = step(theirs, weight.grad, state)
         optimizer.step()
     return moved_apart(weight.detach(), theirs, start)
@@ -138,7 +140,7 @@ def test_dion_s_adamw_decays_as_its_muon_does(cautious: bool, mode: str) -> None
 
 def test_momentum_that_is_a_sum_goes_the_same_way() -> None:
     """dion adds gradients up, we average them: only what is stored differs, by 1 − μ."""
-    g, sum_state, mean_state = random(4, 6), {}, {}
+    g, sum_state, mean_state = random_fp64(4, 6), {}, {}
     for momentum, nesterov in ((0.9, True), (0.5, False)):
         added, averaged = (
             peers.total(g, sum_state, momentum, nesterov),
@@ -165,7 +167,7 @@ def test_torch_s_own_muon_and_adamw_together() -> None:
     ours = mm.from_model(model, **settings)
     for seed in (1, 2, 3):
         for mine, other in zip(model.parameters(), theirs, strict=True):
-            mine.grad = random(*mine.shape, seed=seed).float()
+            mine.grad = random_fp64(*mine.shape, seed=seed).float()
             other.grad = mine.grad.clone()
         for optimizer in (ours, muon, adamw):
             optimizer.step()
@@ -202,7 +204,7 @@ def test_from_adamw_its_half_is_the_same_and_matrices_step_as_far() -> None:
     adamw = torch.optim.AdamW(theirs, lr=0.002, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.3)
     ours = mm.from_model(model, **mm.convert_settings(adamw))
     for seed in range(40):
-        table.grad, matrix.grad = random(10, 24, seed=seed).float(), random(40, 24, seed=seed + 100).float()
+        table.grad, matrix.grad = random_fp64(10, 24, seed=seed).float(), random_fp64(40, 24, seed=seed + 100).float()
         theirs[0].grad, theirs[1].grad = table.grad.clone(), matrix.grad.clone()
         before = [matrix.detach().clone(), theirs[1].detach().clone()]
         ours.step()
@@ -258,20 +260,20 @@ def test_fields_of_megatron_s_later_configuration() -> None:
 
 
 def test_a_scheduler_s_first_rate_is_the_one_that_counts() -> None:
-    adamw = torch.optim.AdamW([nn.Parameter(random(4, 6))], lr=torch.tensor(0.25))
+    adamw = torch.optim.AdamW([nn.Parameter(random_fp64(4, 6))], lr=torch.tensor(0.25))
     torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: step / 100)  # warm-up: the rate is 0 now
     assert mm.convert_settings(adamw)["lr"] == 0.25
 
 
 def test_groups_of_vectors_that_do_not_decay_are_as_ours() -> None:
-    matrix, bias = nn.Parameter(random(4, 6)), nn.Parameter(random(6))
+    matrix, bias = nn.Parameter(random_fp64(4, 6)), nn.Parameter(random_fp64(6))
     adamw = torch.optim.AdamW([{"params": [matrix]}, {"params": [bias], "weight_decay": 0.0}], weight_decay=0.3)
     assert mm.convert_settings(adamw)["weight_decay"] == 0.3
 
 
 def test_each_group_of_many_is_converted_by_itself() -> None:
     """KellerJordan's own example has a rate for head, embedding and scalars each."""
-    matrix, head, table = (nn.Parameter(random(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
+    matrix, head, table = (nn.Parameter(random_fp64(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
     theirs = [
         {"params": [head], "lr": 0.22, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
         {"params": [table], "lr": 0.6, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
@@ -315,10 +317,10 @@ def test_what_has_no_counterpart_is_refused(name: Any, settings: dict[str, Any],
 
 def test_optimizers_that_do_not_say_how_they_step_are_refused() -> None:
     with pytest.raises(TypeError, match=r"SGD.*; needed .*\. Write convert_settings\("):
-        mm.convert_settings(torch.optim.SGD([nn.Parameter(random(4, 6))], lr=0.1))
-    adam = torch.optim.Adam([nn.Parameter(random(4, 6))], weight_decay=0.1)
+        mm.convert_settings(torch.optim.SGD([nn.Parameter(random_fp64(4, 6))], lr=0.1))
+    adam = torch.optim.Adam([nn.Parameter(random_fp64(4, 6))], weight_decay=0.1)
     with pytest.raises(ValueError, match="decoupled"):
         mm.convert_settings(adam)
-    muon = torch.optim.Muon([nn.Parameter(random(4, 6))])
+    muon = torch.optim.Muon([nn.Parameter(random_fp64(4, 6))])
     with pytest.raises(ValueError, match="settings beside an optimizer"):
         mm.convert_settings(muon, lr=0.1)

@@ -48,6 +48,17 @@ from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import learning_rate_factor
 from tests.support import folders
 from tests.support.pages import run as run_page
+from tests.support.runs import copy_texts, losses_of
+
+COVERS = (
+    "tools.cli.corpus.prepare_corpus",
+    "tools.cli.launch.launch",
+    "tools.cli.model.build_model",
+    "tools.cli.report.compare",
+    "tools.cli.training.learning_rate_factor",
+    "tools.cli.worker.main",
+    "tools.cli.run.continuation",
+)
 
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 12
@@ -384,10 +395,7 @@ def test_an_error_on_one_rank_ends_the_run_with_its_message(
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty files of the standard library: enough to learn from, little to prepare."""
-    folder = tmp_path_factory.mktemp("text")
-    for file in sorted(standard_library(), key=lambda path: path.name)[:120:2]:
-        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
-    return folder
+    return copy_texts(tmp_path_factory.mktemp("text"), 60)
 
 
 @pytest.fixture(scope="module")
@@ -399,16 +407,6 @@ def train(*options: object, temporary: Path | None = None) -> subprocess.Complet
     command = [*COMMAND, *map(str, options)]
     env = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
-
-
-def losses(run: Path) -> dict[tuple[str, int, str], float]:
-    """Every loss and validation loss of a run, by optimizer and step."""
-    return {
-        (record["run"], record["step"], key): record[key]
-        for record in read_metrics(run)
-        for key in ("loss", "validation_loss")
-        if key in record
-    }
 
 
 def stop_after(run: Path, optimizer: str, step: int, *options: object, rank: int | None = None) -> int:
@@ -466,7 +464,7 @@ def stopped(runs: Path, text: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Path) -> None:
-    found = losses(finished)
+    found = losses_of(finished)
     for name in ("muon", "adamw"):
         assert [step for run, step, key in found if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
         assert [step for run, step, key in found if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
@@ -484,7 +482,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_whole(runs: Path, text: Pa
     options = (*TINY, "--data", text, "--out", run, "--optimizer", "muon", "--eval-sequences", 400)
     assert stop_after(run, "muon", STEPS, *options) == 0
     assert latest_step(run / "checkpoints" / "muon") == STEPS
-    assert losses(run)["muon", STEPS, "validation_loss"] > 0
+    assert losses_of(run)["muon", STEPS, "validation_loss"] > 0
     assert (run / "report.html").is_file()
 
 
@@ -568,7 +566,7 @@ def test_the_page_builds_the_trained_model(finished: Path, tmp_path: Path, monke
     windows = torch.from_numpy(Windows(held_out, length=32, seed=0).spread(10))
     with torch.no_grad():
         loss = cross_entropy(model(input_ids=windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert float(loss) == pytest.approx(losses(finished)["muon", STEPS, "validation_loss"], abs=0.01)
+    assert float(loss) == pytest.approx(losses_of(finished)["muon", STEPS, "validation_loss"], abs=0.01)
     assert model.dtype == torch.float32
 
 
@@ -604,7 +602,7 @@ def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stoppe
     assert stop_after(run, "adamw", 2, "--resume", run) == 130
     assert latest_step(run / "checkpoints" / "muon") == STEPS
     assert train("--resume", run).returncode == 0
-    assert losses(run) == losses(finished)
+    assert losses_of(run) == losses_of(finished)
 
 
 @pytest.mark.slow
@@ -617,7 +615,7 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
     shutil.copy(finished / "metrics.jsonl", run / "metrics.jsonl")
     result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
     assert result.returncode == 0, result.stderr
-    found, expected = losses(run), losses(finished)
+    found, expected = losses_of(run), losses_of(finished)
     assert found.keys() == expected.keys()
     assert 0 < max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
     assert len(read_metrics(run)) == len(read_metrics(finished)), "lines written twice"
@@ -632,7 +630,7 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, sto
     assert result.returncode == 0, result.stderr
     told = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
     assert told in result.stderr
-    assert losses(run) == losses(finished)
+    assert losses_of(run) == losses_of(finished)
 
 
 @pytest.mark.slow
@@ -651,7 +649,7 @@ def short_train(run: Path, text: Path, *options: object) -> str:
     assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
     assert (run / "report.html").is_file()
     optimizers = load_settings(run).optimizers
-    assert [step for _, step, key in losses(run) if key == "loss"] == [1, 2, 3] * len(optimizers)
+    assert [step for _, step, key in losses_of(run) if key == "loss"] == [1, 2, 3] * len(optimizers)
     return result.stdout
 
 

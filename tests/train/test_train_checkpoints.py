@@ -22,16 +22,19 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from muonmesh.checkpoint.ranks import on_first_rank, together
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.tools.cli.model import check_parameters, parallelise
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
 from tests.support.folders import forge
+from tests.support.runs import copy_texts
 from tests.support.workers import Pool
+
+COVERS = ("tools.cli.checkpoints.Checkpoints",)
 
 RANKS = 2
 VOCAB = 300
@@ -69,9 +72,7 @@ def load_small(directory: Path) -> tuple[str, bool]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("safety")
-    (folder / "text").mkdir()
-    for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
-        shutil.copy(file, folder / "text" / f"{file.parent.name}-{file.name}")
+    copy_texts(folder / "text", 12)
     return folder
 
 
@@ -385,7 +386,7 @@ def fail_apart(first_only: bool) -> str:
             raise FileError("the disk is full")
 
     with pytest.raises(FileError) as caught:
-        (on_first_rank if first_only else together)(work)
+        (on_first_rank if first_only else on_every_rank)(work)
     return str(caught.value)
 
 

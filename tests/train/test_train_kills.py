@@ -8,8 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from tests.support.kills import COMMAND, begun_like, children, files, is_zombie, learn_from, losses, options
+from tests.support.runs import wait_for
 
 
 def killed(folder: Path, *options: object, seconds: float) -> dict[str, Any]:
@@ -56,13 +55,6 @@ def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> No
     assert outcome["left"] == NOTHING
     # 0.0011 on a CPU with bf16 instructions; a batch that is lost or taken twice changes a loss by tenths.
     assert outcome["apart"] < 5e-3, "sums over other numbers of ranks round otherwise"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

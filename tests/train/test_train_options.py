@@ -27,6 +27,8 @@ from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest
 from tests.support.workers import Pool
 
+COVERS = ("tools.cli.run.train_run",)
+
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 3
 TINY = ("--steps", STEPS, "--batch", 4, "--seq", 32, "--eval-every", 10, "--eval-sequences", 4, "--device", "cpu")

@@ -15,11 +15,14 @@ from benchmarks.studies.orthogonalize import momenta
 from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of, standard_library
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
 from muonmesh.tools.cli.report import cut_metrics, read_metrics
 from muonmesh.tools.cli.run_settings import Optimizer, Parallel, Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training
+from tests.support.runs import Losses, copy_texts, losses_of
 from tests.support.workers import Pool
+
+COVERS = ("tools.cli.training.Training",)
 
 RANKS = 4
 STEPS = 6
@@ -34,7 +37,6 @@ LLAMA = {
     "intermediate_size": 128,
     "max_position_embeddings": 32,
 }
-Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
 NEW = ("hsdp", pytest.param("fsdp", marks=pytest.mark.soak))
 
 
@@ -42,9 +44,7 @@ NEW = ("hsdp", pytest.param("fsdp", marks=pytest.mark.soak))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "llama.json").write_text(json.dumps(LLAMA))
-    (folder / "text").mkdir()
-    for file in sorted(standard_library(), key=lambda path: path.name)[:40:2]:
-        (folder / "text" / f"{file.parent.name}-{file.name}").write_text(file.read_text())
+    copy_texts(folder / "text", 20)
     return folder
 
 
@@ -143,16 +143,6 @@ def differing_copies(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def losses(run: Path) -> Losses:
-    """Every loss and validation loss of a run."""
-    return {
-        (record["run"], record["step"], key): record[key]
-        for record in read_metrics(run)
-        for key in ("loss", "validation_loss")
-        if key in record
-    }
-
-
 def losses_apart(found: Losses, expected: Losses) -> float:
     assert found.keys() == expected.keys()
     return max(abs(found[key] - expected[key]) for key in expected)
@@ -161,7 +151,7 @@ def losses_apart(found: Losses, expected: Losses) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", NEW)
 def test_every_layout_learns_what_ddp_learns(parallel: Parallel, finished: Callable[[Parallel], Path]) -> None:
-    found, expected = losses(finished(parallel)), losses(finished("ddp"))
+    found, expected = losses_of(finished(parallel)), losses_of(finished("ddp"))
     assert found["muon", 0, "validation_loss"] == pytest.approx(expected["muon", 0, "validation_loss"], abs=1e-5)
     # Gradients are summed in another order, and Muon multiplies in bf16; 3e-4 was seen.
     assert losses_apart(found, expected) < 1e-3
@@ -201,11 +191,11 @@ def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
         assert latest_step(checkpoints_of(run, name)) == 3
     shutil.copytree(run, copy)
     pool.run(train_both, run)
-    expected = losses(finished(parallel))
-    assert losses(run) == expected
+    expected = losses_of(finished(parallel))
+    assert losses_of(run) == expected
     load_settings(copy, out=str(copy), parallel=other).save({})
     pool.run(train_both, copy)
-    assert losses_apart(losses(copy), expected) < 1e-3
+    assert losses_apart(losses_of(copy), expected) < 1e-3
 
 
 @pytest.mark.slow
@@ -223,7 +213,7 @@ def test_dropout_and_sums_over_four_ranks_resume_bit_for_bit(
         pool.run(train, stopped, name, stop_after=2)
         assert latest_step(checkpoints_of(stopped, name)) == 3
     pool.run(train_both, stopped, timeout=120)
-    assert losses(stopped) == losses(whole)
+    assert losses_of(stopped) == losses_of(whole)
 
 
 @pytest.mark.slow
@@ -234,7 +224,7 @@ def test_ranks_and_micro_steps_share_a_step_without_changing_it(
     alone = prepare("alone", parallel="ddp", ranks=1, grad_accum=4, optimizer="muon")
     workers(2).run(train_both, shared, timeout=120)
     workers(1).run(train_both, alone, timeout=120)
-    found, expected = losses(shared), losses(alone)
+    found, expected = losses_of(shared), losses_of(alone)
     assert losses_apart(found, expected) < 2e-3
     assert found["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
 
@@ -247,8 +237,8 @@ def test_bf16_reaches_the_projections(
 ) -> None:
     run = prepare(f"{parallel}-bf16", parallel=parallel, dtype="bf16", optimizer="muon")
     assert pool.run(train_both, run) == [[]] * RANKS, "replicas differ"
-    expected = {key: loss for key, loss in losses(finished(parallel)).items() if key[0] == "muon"}
-    assert 1e-5 < losses_apart(losses(run), expected) < 0.02
+    expected = {key: loss for key, loss in losses_of(finished(parallel)).items() if key[0] == "muon"}
+    assert 1e-5 < losses_apart(losses_of(run), expected) < 0.02
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.tools.cli.corpus import prepare_corpus, standard_library
+from muonmesh.tools.cli.corpus import prepare_corpus
 from muonmesh.tools.cli.report import read_metrics
 from tests.support.disks import read_only_for_new_files, small_disk
+from tests.support.runs import copy_texts, wait_for
 
 COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 RANKS = 2
@@ -39,9 +40,7 @@ VOCAB = 300
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("safety")
-    (folder / "text").mkdir()
-    for file in sorted(standard_library(), key=lambda path: path.name)[:24:2]:
-        shutil.copy(file, folder / "text" / f"{file.parent.name}-{file.name}")
+    copy_texts(folder / "text", 12)
     return folder
 
 
@@ -65,13 +64,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ from muonmesh.checkpoint.manifest import (
 )
 from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
@@ -236,11 +236,9 @@ class CheckpointReader(NamedTuple):
                 if box.numel()
             ]
             for piece in self.tensors[name].pieces:
-                overlaps = [
-                    (box, common) for box, block in boxes if (common := overlap(block, piece.block)) is not None
-                ]
-                elements = self.tensors[name].read(self.folder, piece) if overlaps else None
-                for box, common in overlaps:
+                pairs = [(box, common) for box, block in boxes if (common := overlap(block, piece.block)) is not None]
+                elements = self.tensors[name].read(self.folder, piece) if pairs else None
+                for box, common in pairs:
                     assert elements is not None
                     target = box.as_strided(common.shape, common.storage_strides, common.storage_start)
                     target.copy_(elements.as_strided(common.shape, common.matrix_strides, common.matrix_start))
@@ -277,28 +275,26 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], setti
             another process is writing there.
         TypeError: the settings are not JSON.
     """
-    destination = Path(path)
-    if not destination.name or destination.name == "..":
+    target = Path(path)
+    if not target.name or target.name == "..":
         raise FileError(explain_error(str(path), "no name of a folder", "one", "Save under a name"))
     text = json.dumps(settings)
 
     def lock() -> None:
-        with writing(destination, again=AGAIN):
-            stack.enter_context(writing_alone(destination))
+        with writing(target, again=AGAIN):
+            stack.enter_context(writing_alone(target))
 
     def write_own() -> Manifest:
-        with writing(destination, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
-            return _write_boxes(writing_at(destination), tensors, assigned)
+        with writing(target, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
+            return _write_boxes(writing_at(target), tensors, assigned)
 
     def finish() -> None:
-        with writing(destination, again=AGAIN):
-            scratch, manifest = writing_at(destination), merged(manifests)
+        with writing(target, again=AGAIN):
+            scratch, manifest = writing_at(target), merged(manifests)
             for name in manifest.files:
                 if not (scratch / name).is_file():
-                    problem, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
-                    raise FileError(
-                        explain_error(str(destination), problem, needed, "Pass the same path on every rank")
-                    )
+                    fault, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
+                    raise FileError(explain_error(str(target), fault, needed, "Pass the same path on every rank"))
             with (scratch / METADATA_FILE).open("wb") as stream:
                 _Pickler(stream).dump(torch_metadata(manifest.tensors.values()))
             onto_disk(scratch / METADATA_FILE)
@@ -306,19 +302,19 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], setti
             beside = {name: entry_of(scratch / name) for name in BESIDE}
             write_manifest(scratch, manifest._replace(files={**manifest.files, **beside}))
             onto_disk(scratch)
-            put(scratch, destination)
+            put(scratch, target)
 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
         assigned = _boxes_to_write(tensors)
-        manifests = tell_all(on_every_rank(write_own))
+        manifests = gather_objects(on_every_rank(write_own))
         on_first_rank(finish)
 
 
 def _boxes_to_write(tensors: Mapping[str, LocalBoxes]) -> list[tuple[str, Sizes]]:
     """Return the boxes that this rank writes. Of the ranks with the same box, it is the one with the least to write."""
     local_sizes = {(name, at): box.nbytes for name, share in tensors.items() for at, box in share.boxes.items()}
-    everyone = tell_all(local_sizes)
+    everyone = gather_objects(local_sizes)
     holders: dict[tuple[str, Sizes], list[int]] = {}
     for rank, sizes in enumerate(everyone):
         for key in sizes:
@@ -344,8 +340,8 @@ def _write_boxes(scratch: Path, tensors: Mapping[str, LocalBoxes], assigned: Seq
         with contextlib.suppress(FileExistsError):
             scratch.mkdir(parents=True)  # it also asks a server whose answers are kept here
             scratch.rmdir()
-            problem, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
-            raise FileError(explain_error(str(scratch), problem, "a folder that all ranks share", write))
+            fault, write = f"no folder on rank {this_rank()} that rank 0 has made", "Pass the same path on every rank"
+            raise FileError(explain_error(str(scratch), fault, "a folder that all ranks share", write))
         with file.open("wb") as stream:
             for name, at in assigned:
                 box, begin = tensors[name].boxes[at].resolve_conj().resolve_neg().cpu(), stream.tell()
@@ -357,10 +353,7 @@ def _write_boxes(scratch: Path, tensors: Mapping[str, LocalBoxes], assigned: Seq
                 reader: Any = torch._C.PyTorchFileReader(_create_file_view(stream, *record))  # type: ignore[call-overload]
                 start = record[0] + reader.get_record_offset("data/0")
                 pieces[name].append(SavedPiece(at, tuple(tensors[name].boxes[at].shape), file.name, start, record))
-    saved = {
-        name: SavedTensor(name, local_boxes.dtype, local_boxes.shape, tuple(pieces[name]))
-        for name, local_boxes in tensors.items()
-    }
+    saved = {name: SavedTensor(name, dtype, shape, tuple(pieces[name])) for name, (shape, dtype, _) in tensors.items()}
     return Manifest({file.name: entry_of(file)} if assigned else {}, saved)
 
 

@@ -129,8 +129,8 @@ def check_state_dict(subject: str, value: Any, write: str) -> Any:
     check_form(subject, value, STATE_DICT, write)
     strangers = value["state"].keys() - {key for group in value["param_groups"] for key in group["params"]}
     if strangers:
-        problem = f"state of {len(strangers)} parameters that are in none of its groups"
-        raise StateError(explain_error(subject, problem, "state of those alone", "Hand over state_dict() as it is"))
+        fault = f"state of {len(strangers)} parameters that are in none of its groups"
+        raise StateError(explain_error(subject, fault, "state of those alone", "Hand over state_dict() as it is"))
     return value
 
 

@@ -63,11 +63,11 @@ def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
     return {"parameters": parameters, "products": sorted(products)}
 
 
-def merged(settings_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of all ranks, with each group, parameter and kind of products once.
 
     Args:
-        settings_by_rank: The result of `settings_of` on each rank.
+        by_rank: The result of `settings_of` on each rank.
 
     Returns:
         As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is an index in this list.
@@ -75,18 +75,16 @@ def merged(settings_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         StateError: ranks have different settings for a parameter.
     """
-    if (differs := first_difference(rank_settings["parameters"] for rank_settings in settings_by_rank)) is not None:
+    if (differs := first_difference(settings["parameters"] for settings in by_rank)) is not None:
         name, before, rank = differs
-        problem = f"other settings on rank {rank} than on rank {before}"
-        raise StateError(explain_error(name, problem, "the same on all ranks", "Set the groups alike"))
-    parameters = {
-        name: entry for rank_settings in settings_by_rank for name, entry in rank_settings["parameters"].items()
-    }
+        fault = f"other settings on rank {rank} than on rank {before}"
+        raise StateError(explain_error(name, fault, "the same on all ranks", "Set the groups alike"))
+    parameters = {name: entry for settings in by_rank for name, entry in settings["parameters"].items()}
     numbers: dict[str, int] = {}
     numbered = {
         name: {**entry, "group": numbers.setdefault(entry["group"], len(numbers))} for name, entry in parameters.items()
     }
-    products = sorted({kind for rank_settings in settings_by_rank for kind in rank_settings["products"]})
+    products = sorted({kind for settings in by_rank for kind in settings["products"]})
     return {"groups": list(map(json.loads, numbers)), "parameters": numbered, "products": products}
 
 
@@ -142,18 +140,16 @@ def fitting_settings(
     """
     subject = f"group {group['name']!r}"
     entries = {record.name: saved["parameters"].get(record.name) for record in records}
-    settings_by_name = {
-        name: saved["groups"][entry["group"]]["settings"] for name, entry in entries.items() if entry is not None
-    }
-    if not settings_by_name:
+    by_name = {name: saved["groups"][entry["group"]]["settings"] for name, entry in entries.items() if entry}
+    if not by_name:
         return {}
-    first, settings = next(iter(settings_by_name.items()))
-    for name, others in settings_by_name.items():
+    first, settings = next(iter(by_name.items()))
+    for name, others in by_name.items():
         for key in sorted((settings.keys() | others.keys()) - {NORM_MEANS}):
             if settings.get(key) != others.get(key):
-                problem = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
+                fault = f"{first} saved with {key}={settings.get(key)!r}, {name} with {key}={others.get(key)!r}"
                 write = "Give them groups of their own, as when they were saved"
-                raise StateError(explain_error(subject, problem, "one value for all parameters of a group", write))
+                raise StateError(explain_error(subject, fault, "one value for all parameters of a group", write))
     settings = {**{key: as_tuples(value) for key, value in settings.items()}, NORM_MEANS: means}
     try:
         check_group(subject, {**group, **settings})
@@ -208,9 +204,9 @@ class LoadPlan:
             count = 0.0 if key is None else float(self.boxes[key][()])
             first, expected = counts.setdefault((record.parameter.tensor, part.key), (record.name, count))
             if count != expected:
-                problem = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
+                fault = f"{part.key} {count:g}, and {expected:g} of {first}, which is in the same flat tensor"
                 needed = "one count for all of a flat tensor"
-                raise StateError(explain_error(record.name, problem, needed, "Load it into a layout that is not flat"))
+                raise StateError(explain_error(record.name, fault, needed, "Load it into a layout that is not flat"))
         if self.warning and this_rank() == 0:
             warn(self.warning)
 
@@ -249,18 +245,16 @@ def plan_load(
         StateError: the checkpoint does not fit the model and the optimizer.
     """
     plan = LoadPlan()
-    weights = {name.removeprefix(f"{MODEL}."): entry for name, entry in tensors.items() if name.startswith(f"{MODEL}.")}
+    model = {name.removeprefix(f"{MODEL}."): entry for name, entry in tensors.items() if name.startswith(f"{MODEL}.")}
     states: dict[str, dict[str, SavedTensor]] = {}
     for name, entry in tensors.items():
         if name.startswith(f"{STATE}."):
             owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
             states.setdefault(owner, {})[key] = entry
-    wrong = _names([record.name for record in records], weights, states, everyone) if strict else []
+    wrong = _names([record.name for record in records], model, states, everyone) if strict else []
     for record in records:
-        if record.name in weights:
-            wrong += _entry(
-                f"{MODEL}.{record.name}", weights[record.name], record.parameter.storage.shape, record.dtype
-            )
+        if record.name in model:
+            wrong += _entry(f"{MODEL}.{record.name}", model[record.name], record.parameter.storage.shape, record.dtype)
             plan.entries.append((record, None, f"{MODEL}.{record.name}"))
             if record.group:
                 wrong += _state(plan, record, saved, states, strict=strict)
@@ -270,47 +264,39 @@ def plan_load(
         write = f"Load it into the model and the optimizer that it was saved with{other}"
         needed = "what this model and this optimizer hold"
         raise StateError(explain_error(str(path), "; ".join(wrong[:_SHOWN]) + more, needed, write))
-    plan.boxes = {
-        name: member.boxes_for(part, tensors[name].dtype) for member, part, name in plan.entries if name is not None
-    }
+    plan.boxes = {name: record.boxes_for(part, tensors[name].dtype) for record, part, name in plan.entries if name}
     groups: dict[int, list[ParameterRecord]] = {}
     for record in records:
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
-    products, there_products = set[str](), saved.get("products")
+    used, there_products = set[str](), saved.get("products")
     means = fitting_means([record for record in records if record.group], saved)
     for members in groups.values():
         settings = fitting_settings(members[0].group, members, saved, means)
         plan.settings.append((members[0].group, settings))
-        products |= {
-            replace(member, group=member.group | settings).products for member in members if member.parameter.is_matrix
-        }
-    if there_products and not products <= {*there_products}:
-        problem = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
-        needed = f"those of this process, {', '.join(map(repr, sorted(products)))}, for the same bits"
+        matrices = [record for record in members if record.parameter.is_matrix]
+        used |= {replace(record, group=record.group | settings).products for record in matrices}
+    if there_products and not used <= {*there_products}:
+        fault = f"a run that orthogonalized matrices by the products {', '.join(map(repr, there_products))}"
+        needed = f"those of this process, {', '.join(map(repr, sorted(used)))}, for the same bits"
         write = "The run goes on with other bits. torch's products and Polar Express are to be had everywhere"
         write = f'{write}: Muon(..., kernels="torch", ns_coefficients="polar_express")'
-        plan.warning = explain_error(str(path), problem, needed, write)
+        plan.warning = explain_error(str(path), fault, needed, write)
     return plan
 
 
 def _names(
-    local_names: Collection[str], saved_weights: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
+    local: Collection[str], saved: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
-    spare, lost = (
-        [name for name in saved_weights if name not in everyone],
-        [name for name in local_names if name not in saved_weights],
-    )
-    strays = [name for name in states if name not in saved_weights and name not in everyone]
-    messages: list[tuple[str, str, Iterable[str]]] = [
-        (f"no {MODEL}.{name}", name, spare or saved_weights) for name in lost
-    ]
-    messages += [(f"{MODEL}.{name}, which nothing here has", name, lost or local_names) for name in spare]
-    messages += [(f"state of {name}, which nothing here has", name, local_names) for name in strays]
+    spare, lost = [name for name in saved if name not in everyone], [name for name in local if name not in saved]
+    strays = [name for name in states if name not in saved and name not in everyone]
+    lines: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or saved) for name in lost]
+    lines += [(f"{MODEL}.{name}, which nothing here has", name, lost or local) for name in spare]
+    lines += [(f"state of {name}, which nothing here has", name, local) for name in strays]
     # Only for what the message will show: with many names, the search for all could take hours.
-    shown = [message + nearest(name, among) for message, name, among in messages[:_SHOWN]]
-    return shown + [message for message, _, _ in messages[_SHOWN:]]
+    shown = [message + nearest(name, among) for message, name, among in lines[:_SHOWN]]
+    return shown + [message for message, _, _ in lines[_SHOWN:]]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -321,14 +307,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
     """Return messages about saved weights of another shape, or of a precision that loading would round."""
-    saved = entry.dtype
+    old = entry.dtype
     if entry.shape != tuple(shape):
         return [f"{name} of shape {entry.shape}, where {tuple(shape)} is needed"]
-    if torch.promote_types(saved, dtype) != dtype:
-        return [
-            f"{name} in {_dtype_name(saved)}, which {_dtype_name(dtype)} would round "
-            f"(keep masters: master_dtype={saved})"
-        ]
+    if torch.promote_types(old, dtype) != dtype:
+        return [f"{name} in {_label(old)}, which {_label(dtype)} would round (keep masters: master_dtype={old})"]
     return []
 
 
@@ -359,11 +342,8 @@ def _state(
     for part in record.parts:
         name = f"{STATE}.{record.name}.{part.key}"
         if other and part.layout.side not in ("element", "parameter"):
-            spec, saved_spec = record.parameter.spec or "whole", as_tuples(entry["matrices"]) or "whole"
-            had, needed = (
-                f"{part.key} of matrices {saved_spec!r}",
-                f"that of {spec!r}: it has a number for each of their ",
-            )
+            spec, old = record.parameter.spec or "whole", as_tuples(entry["matrices"]) or "whole"
+            had, needed = f"{part.key} of matrices {old!r}", f"that of {spec!r}: it has a number for each of their "
             needed += {"rows": "rows", "cols": "columns"}.get(part.layout.side, "matrices")
             raise StateError(explain_error(record.name, had, needed, "Split it as when it was saved"))
         elif part.key not in saved_states:
@@ -381,14 +361,12 @@ def _splits_otherwise(record: ParameterRecord, saved: Any) -> bool:
     """Return whether a parameter was saved as other matrices than here; several specs can mean the same matrices."""
     if not record.parameter.is_matrix:
         return False
-    shape, saved_spec = record.parameter.storage.shape, as_tuples(saved)
+    shape, old = record.parameter.storage.shape, as_tuples(saved)
     try:
-        return split_matrices(record.name, shape, saved_spec) != split_matrices(
-            record.name, shape, record.parameter.spec
-        )
+        return split_matrices(record.name, shape, old) != split_matrices(record.name, shape, record.parameter.spec)
     except ValueError:  # another shape; another message reports it
         return True
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _label(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -119,20 +119,18 @@ class SavedTensor(NamedTuple):
         Raises:
             FileError: the file could not be read, or a bool is neither 0 nor 1.
         """
-        path, content = folder / piece.file, bytearray()
+        path, data = folder / piece.file, bytearray()
         try:
             with path.open("rb") as file:
                 file.seek(piece.start)
-                content = bytearray(self.bytes_of(piece))
-                if file.readinto(content) < len(content):
+                data = bytearray(self.bytes_of(piece))
+                if file.readinto(data) < len(data):
                     raise EOFError("it ends too early")
         except (OSError, MemoryError, EOFError) as error:
             raise unreadable(f"{path}: {self.name}", error) from error
-        if self.dtype is torch.bool and max(content) > 1:
-            raise FileError(
-                explain_error(str(path), f"a byte {max(content)} in {self.name}", "0 and 1 in a bool", REMEDY)
-            )
-        return torch.frombuffer(content, dtype=self.dtype).view(piece.shape)
+        if self.dtype is torch.bool and max(data) > 1:
+            raise FileError(explain_error(str(path), f"a byte {max(data)} in {self.name}", "0 and 1 in a bool", REMEDY))
+        return torch.frombuffer(data, dtype=self.dtype).view(piece.shape)
 
 
 class Manifest(NamedTuple):
@@ -233,12 +231,12 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if (names := set(os.listdir(folder))).isdisjoint({MANIFEST_FILE, SETTINGS_FILE}):
-        problem, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
+        fault, write = f"no {MANIFEST_FILE}", "Pass the folder that save was given"
         if METADATA_FILE in names:
-            problem = "a checkpoint of torch.distributed.checkpoint"
+            fault = "a checkpoint of torch.distributed.checkpoint"
             write = "Load it by torch.distributed.checkpoint.load, with the keys that it was saved with, and "
             write += "torch.distributed.checkpoint.state_dict.set_state_dict"
-        raise FileError(explain_error(str(folder), problem, "a checkpoint of muonmesh.checkpoint.save", write))
+        raise FileError(explain_error(str(folder), fault, "a checkpoint of muonmesh.checkpoint.save", write))
     return _checked(str(path), read_json(path, needed=f"the sizes and hashes that save wrote there last. {REMEDY}"))
 
 
@@ -249,10 +247,7 @@ def _checked(subject: str, content: Any, remedy: str = REMEDY) -> Manifest:
     files = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     tensors = {}
     for name, entry in content["tensors"].items():
-        pieces = (
-            SavedPiece(**{key: as_tuples(value) for key, value in saved_piece.items()})
-            for saved_piece in entry["pieces"]
-        )
+        pieces = (SavedPiece(**{key: as_tuples(value) for key, value in box.items()}) for box in entry["pieces"])
         tensors[name] = SavedTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), tuple(pieces))
     try:
         for tensor in tensors.values():
@@ -309,13 +304,11 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[
         if any(at < 0 or size < 0 or at + size > whole for at, size, whole in zip(offset, sizes, shape, strict=True)):
             raise ValueError(f"a piece of {name} that lies outside of it")
     counted = Counter[_Box](tuple(zip(*box, strict=True)) for box in boxes if math.prod(box[1]))
-    covered, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    area, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if whole:
         counted[tuple((0, size) for size in shape)] -= 1
     if not _add_up_to_nothing(counted):
-        raise ValueError(
-            f"no piece of {name} for some elements" if covered < whole else f"two pieces of {name} overlap"
-        )
+        raise ValueError(f"no piece of {name} for some elements" if area < whole else f"two pieces of {name} overlap")
 
 
 def _add_up_to_nothing(boxes: Mapping[_Box, int]) -> bool:

@@ -1,6 +1,6 @@
 """Ranks: runs work on every rank, and raises on all ranks if the work fails on one rank.
 
-`on_every_rank` raises the same FileError on every rank. `muonmesh.comm.telling.agreed` also gives every rank the
+`on_every_rank` raises the same FileError on every rank. `results_of_all_ranks` also gives every rank the
 results of all ranks.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed
 from muonmesh.errors import FileError, MuonMeshError, StateError
 
 K = TypeVar("K")
@@ -25,7 +25,7 @@ def settled(work: Callable[[], T], *, kind: type[MuonMeshError] = StateError) ->
         MuonMeshError: on the other ranks: an error of the class ``kind`` that reports the failure.
     """
     results: list[T] = []
-    agreed(lambda: results.append(work()), kind=kind)
+    results_of_all_ranks(lambda: results.append(work()), kind=kind)
     return results[0]
 
 
@@ -46,7 +46,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
             return str(error)
         return None
 
-    for message in agreed(report, kind=FileError):
+    for message in results_of_all_ranks(report, kind=FileError):
         if message is not None:
             raise FileError(message)
     return results[0]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
+from muonmesh.comm.wrappers import layers_of
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.kernels import told_products
@@ -165,16 +166,12 @@ class ParameterRecord:
             fill(local_of(state["master"]), storage, boxes)
 
     def _take_state(self, part: StateForm, boxes: Boxes | None) -> None:
-        state_tensor = self.state.get(part.key)
-        if boxes is None and state_tensor is None:
+        state = self.state.get(part.key)
+        if boxes is None and state is None:
             return
-        dtype_and_shape = part.dtype, part.shape
-        if (
-            state_tensor is None
-            or (local_of(state_tensor).dtype, tuple(local_of(state_tensor).shape)) != dtype_and_shape
-        ):
-            state_tensor = self.states[self.parameter.tensor][part.key] = part.fresh()
-        local, storage = local_of(state_tensor), part.layout.storage
+        if state is None or local_of(state).dtype != part.dtype or tuple(local_of(state).shape) != part.shape:
+            state = self.states[self.parameter.tensor][part.key] = part.fresh()
+        local, storage = local_of(state), part.layout.storage
         if boxes is None:
             for box in boxes_of(local, storage.layout, storage.shape).values():
                 box.zero_()
@@ -186,10 +183,8 @@ def _written(local: Tensor, storage: Storage) -> LocalBoxes:
     layout = storage.layout
     # On a mesh, all replicas have the same boxes, and `folder.write` writes each box once.
     # Replicas of FlatShards may be cut at different places, and their boxes overlap: only the first replica is written.
-    is_written = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
-    return LocalBoxes(
-        storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if is_written else {}
-    )
+    first = not isinstance(layout, FlatShards) or layout.replica(this_rank()) == layout.replicas[0]
+    return LocalBoxes(storage.shape, local.dtype, boxes_of(local.contiguous(), layout, storage.shape) if first else {})
 
 
 def new_boxes(storage: Storage, dtype: torch.dtype, device: torch.device) -> Boxes:
@@ -211,26 +206,34 @@ def fill(local: Tensor, storage: Storage, boxes: Boxes) -> None:
 class CheckpointedOptimizer:
     """What `muonmesh.checkpoint` saves of a `Muon` and loads into it.
 
-    A framework that wraps the optimizer derives a class, and overrides the methods whose answers are others there. Only
-    `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned them.
+    A framework that wraps one optimizer or several derives a class, and overrides the methods whose answers are others
+    there. Only `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned
+    them.
+
+    Attributes:
+        muons: The optimizers.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.runtime: Runtime = optimizer._runtime
+    muons: tuple[Any, ...]
+
+    def __init__(self, *muons: Any) -> None:
+        self.muons = muons
 
     def refuse_if_interrupted(self) -> None:
         """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
-        self.runtime.refuse_if_interrupted()
+        for muon in self.muons:
+            muon._runtime.refuse_if_interrupted()
 
     @torch.no_grad()
     def create_state(self) -> None:
         """Create the state that a first step would create; no communication."""
-        for member in plan(self.optimizer.param_groups, self.runtime).members:
-            state = self.optimizer.state[member.tensor]
-            forms = member.forms(self.runtime.precision, master="master" in state)
-            entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
-            prepare_state(entry)
+        for muon in self.muons:
+            precision = muon._runtime.precision
+            for member in plan(muon.param_groups, muon._runtime).members:
+                state = muon.state[member.tensor]
+                forms = member.forms(precision, master="master" in state)
+                entry = ParameterStep(member, local_of(member.tensor), state, [None], 0, forms)
+                prepare_state(entry)
 
     @plain_modes()
     def checkpoint_records(self) -> list[ParameterRecord]:
@@ -243,28 +246,18 @@ class CheckpointedOptimizer:
             StateError: a parameter has state that the optimizer does not read.
             LayoutError, ValueError, TypeError: no plan can be made.
         """
-        optimizer, runtime, records = self.optimizer, self.runtime, list[ParameterRecord]()
-        optimizer.finish()
-        planned = plan(optimizer.param_groups, runtime)
-        if not planned.connected and planned.plan.keepers:
-            planned = connect(optimizer.param_groups, runtime, gradients=False)
-        if runtime.precision.int8:
-            widen_state(optimizer.state, planned, runtime.last.blocks)
-        for member in planned.members:
-            forms = member.forms(runtime.precision, master=True)
-            state, group = optimizer.state, optimizer.param_groups[member.group]
-            check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
-            parts = tuple(form.saved for form in forms if form.key != "master")
-            records.append(ParameterRecord(member, state, parts, group, runtime.precision))
-        return records
+        return [record for muon in self.muons for record in _records_of(muon, muon._runtime)]
 
     def checkpoint_changing(self) -> None:
         """Mark weights, state and settings as incomplete until `checkpoint_restored`: a load begins to write."""
-        self.runtime.interrupted = "a load of a checkpoint"
+        for muon in self.muons:
+            muon._runtime.interrupted = "a load of a checkpoint"
 
     def checkpoint_restored(self) -> None:
         """Mark weights, state and settings as complete, because a load has written them."""
-        self.runtime.interrupted, self.runtime.loaded, self.runtime.clip = None, True, Clip()
+        for muon in self.muons:
+            runtime = muon._runtime
+            runtime.interrupted, runtime.loaded, runtime.clip = None, True, Clip()
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint's names of tensors that the model names differently, by the model's canonical names.
@@ -287,12 +280,37 @@ class CheckpointedOptimizer:
         Raises:
             LayoutError, PlanError: on every rank: no plan can be made, or plain parameters of one name differ.
         """
-        if self.runtime.connected is not None:
-            yield
-            return
-        if not write:
-            connect(self.optimizer.param_groups, self.runtime, gradients=False)
+        unconnected = [muon for muon in self.muons if muon._runtime.connected is None]
+        for muon in unconnected if not write else ():
+            connect(muon.param_groups, muon._runtime, gradients=False)
         try:
             yield
         finally:
-            forget(self.runtime)
+            for muon in unconnected:
+                forget(muon._runtime)
+
+
+def recorded_in(optimizer: Any) -> CheckpointedOptimizer | None:
+    """Return the optimizer of muonmesh inside wrappers, such as Accelerate's and DeepSpeed's; None if there is none."""
+    for inner in layers_of(optimizer):
+        if isinstance(inner, CheckpointedOptimizer):
+            return inner
+        if isinstance(getattr(inner, "_runtime", None), Runtime):
+            return CheckpointedOptimizer(inner)
+    return None
+
+
+def _records_of(optimizer: Any, runtime: Runtime) -> Iterator[ParameterRecord]:
+    """Yield a `ParameterRecord` of every parameter that an optimizer steps on this rank."""
+    optimizer.finish()
+    planned = plan(optimizer.param_groups, runtime)
+    if not planned.connected and planned.plan.keepers:
+        planned = connect(optimizer.param_groups, runtime, gradients=False)
+    if runtime.precision.int8:
+        widen_state(optimizer.state, planned, runtime.last.blocks)
+    for member in planned.members:
+        forms = member.forms(runtime.precision, master=True)
+        state, group = optimizer.state, optimizer.param_groups[member.group]
+        check_state(member.name, forms, state.get(member.tensor, {}), {"stranger": "Remove it from the state"})
+        parts = tuple(form.saved for form in forms if form.key != "master")
+        yield ParameterRecord(member, state, parts, group, runtime.precision)

@@ -19,17 +19,15 @@ from muonmesh.checkpoint.folder import look, write
 from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settings_of
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
-from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
+from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
+from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import this_rank
-from muonmesh.comm.telling import agreed, tell_all
-from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
-from muonmesh.step.runtime import Runtime
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -43,11 +41,11 @@ def refuse_extra_state(model: nn.Module) -> None:
             continue
         extra = module.get_extra_state()
         if extra is not None and not (isinstance(extra, Tensor) and not extra.numel()):
-            subject, problem = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
+            subject, fault = f"{canonical_name(path) or 'the model'}.get_extra_state()", f"a {type(extra).__name__}"
             needed = "None or an empty tensor: extra state may be what executes when it is loaded"
             write = "Keep numbers in a buffer (register_buffer), save other things apart, and write "
             write += "module.get_extra_state = lambda: None"
-            raise StateError(explain_error(subject, problem, needed, write))
+            raise StateError(explain_error(subject, fault, needed, write))
 
 
 @plain_modes()
@@ -89,7 +87,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
             return {record.name: _digest(record) for record in records}, settings_of(trained), _sums(trained)
 
-        digests, settings, sums = zip(*agreed(facts, kind=StateError), strict=True)
+        digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
@@ -136,7 +134,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        names = {name for names_of_rank in tell_all([record.name for record in records]) for name in names_of_rank}
+        own_names = [record.name for record in records]
+        names = {name for names_of_rank in gather_objects(own_names) for name in names_of_rank}
         plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, names, strict=strict))
         on_every_rank(lambda: contents.read(plan.boxes))
         settled(plan.check)
@@ -151,15 +150,12 @@ def checkpointed(optimizer: Any) -> CheckpointedOptimizer:
     Raises:
         TypeError: there is no optimizer of muonmesh in the wrappers.
     """
-    for inner in layers_of(optimizer):
-        if isinstance(inner, CheckpointedOptimizer):
-            return inner
-        if isinstance(getattr(inner, "_runtime", None), Runtime):
-            return CheckpointedOptimizer(inner)
-    problem = f"a {type(optimizer).__name__}"
+    if (inner := recorded_in(optimizer)) is not None:
+        return inner
+    fault = f"a {type(optimizer).__name__}"
     needed = "a muonmesh.Muon, what wraps one, or an engine of muonmesh.integrations.deepspeed.initialize"
     write = "Pass one, or load the weights alone by torch.distributed.checkpoint"
-    raise TypeError(explain_error("optimizer", problem, needed, write))
+    raise TypeError(explain_error("optimizer", fault, needed, write))
 
 
 def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRecord]:
@@ -215,22 +211,17 @@ def _digest(record: ParameterRecord) -> str:
 def _sums(records: Iterable[ParameterRecord]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
     whole = [record.parameter for record in records if record.parameter.storage.replicated]
-    return {
-        (parameter.name, parameter.ranks): int(
-            sum_of_bits(parameter.storage, parameter.tensor, parameter.tensor.device)
-        )
-        for parameter in whole
-    }
+    return {(p.name, p.ranks): int(sum_of_bits(p.storage, p.tensor, p.tensor.device)) for p in whole}
 
 
 def _warn_of_drift(sums_by_rank: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
     """Warn on rank 0 if replicas of a weight have different values; their checksums are those of each rank."""
     if this_rank() == 0 and (difference := first_difference(sums_by_rank)) is not None:
         (name, _), before, rank = difference
-        message = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
-        message += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
-        message += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
-        warn(about(name, message))
+        text = f"The ranks {before} and {rank} hold replicas of this parameter, but their values differ. "
+        text += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
+        text += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
+        warn(about(name, text))
 
 
 def _check_alike(digests_by_rank: Sequence[dict[str, str]], records: Iterable[ParameterRecord]) -> None:
@@ -242,19 +233,17 @@ def _check_alike(digests_by_rank: Sequence[dict[str, str]], records: Iterable[Pa
     """
     if (difference := first_difference(digests_by_rank)) is not None:
         name, before, rank = difference
-        message = (
+        text = (
             f"The ranks {before} and {rank} hold different tensors under this name: the shape, dtype or layout "
             "differs, or each rank trains its own. Every rank must use the same tensor for the same name. If "
             'the ranks hold replicas of it, or of its shards, write Muon(..., process_group="world") or pass '
             "the group of the replicas. If they hold plain shards, declare them with layouts="
         )
-        raise StateError(about(name, message))
+        raise StateError(about(name, text))
     for record in records:
         layout = record.parameter.storage.layout
         holders = [rank for rank, digests in enumerate(digests_by_rank) if record.name in digests]
         needs = layout.ranks if layout is not None else ()
         if not set(needs) <= set(holders):
-            message = (
-                f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
-            )
-            raise StateError(about(record.name, f"{message}. Call save on all ranks, each with its own optimizer"))
+            text = f"The ranks {tuple(needs)} hold this parameter, but only the ranks {tuple(holders)} pass it to save"
+            raise StateError(about(record.name, f"{text}. Call save on all ranks, each with its own optimizer"))

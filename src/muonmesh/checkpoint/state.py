@@ -115,16 +115,14 @@ def refuse_torn(caller: str, groups: Sequence[Mapping[str, Any]], layouts: Mappi
         return
     for group in groups:
         keeps = rule_of(group).keeps() if is_matrix_rule(group["algorithm"]) and world_size() > 1 else {}
-        owner_keys = [key for key, kept_as in keeps.items() if "×" in kept_as]
-        if owner_keys and group["params"]:
-            problem = (
-                f"{owner_keys[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
-            )
-            raise StateError(explain_error(group["param_names"][0], problem, _NEEDED, _TORN))
+        keys = [key for key, kept_as in keeps.items() if "×" in kept_as]
+        if keys and group["params"]:
+            fault = f"{keys[0]!r} of rule {group['algorithm']!r}, of which each rank keeps that of its own matrices"
+            raise StateError(explain_error(group["param_names"][0], fault, _NEEDED, _TORN))
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
             if name in layouts and flat_layouts(layouts[name]) and not getattr(tensor, "_fsdp_flattened", False):
-                problem = "a flat shard, of which every rank has other elements by this name"
-                raise StateError(explain_error(name, problem, _NEEDED, _TORN))
+                fault = "a flat shard, of which every rank has other elements by this name"
+                raise StateError(explain_error(name, fault, _NEEDED, _TORN))
 
 
 def restore_state(
@@ -156,27 +154,19 @@ def restore_state(
         member_forms = member.forms(precision, master=precision.master is not None)
         forms[member.tensor] = {form.key: form for form in member_forms}
 
-    def inspect(_: torch.optim.Optimizer, hooked_state: dict[str, Any]) -> dict[str, Any]:
-        loaded.update(hooked_state)
-        _check_groups(before, hooked_state)
-        for name, parameter, entry in _entries(before, hooked_state):
+    def inspect(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        loaded.update(state)
+        _check_groups(before, state)
+        for name, parameter, entry in _entries(before, state):
             tensors = {key: _tensor(key, value) for key, value in entry.items()}
             check_state(name, forms[parameter].values(), tensors, REFUSED)
-        return {
-            **hooked_state,
-            "state": {key: {} for key in hooked_state["state"]},
-        }  # torch would cast state tensors on the device
+        return {**state, "state": {key: {} for key in state["state"]}}  # torch would cast state tensors on the device
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
             # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
-            left_out = {key: old[key] for key in _LEFT_OUT if key in old}
-            optimizer.param_groups[number] = {
-                **old,
-                NORM_MEANS: FRESH_MEANS,
-                **optimizer.param_groups[number],
-                **left_out,
-            }
+            rest = {key: old[key] for key in _LEFT_OUT if key in old}
+            optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **rest}
             optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
         for _name, parameter, saved in _entries(before, loaded):
             for key, value in saved.items():
@@ -231,8 +221,8 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
         subject = f"group {group['name']!r}"
         for key in ("algorithm", "matrices"):
             if saved.get(key) is not None and key in group and as_tuples(saved[key]) != as_tuples(group[key]):
-                problem, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
-                raise StateError(explain_error(subject, problem, needed, _AS_SAVED))
+                fault, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
+                raise StateError(explain_error(subject, fault, needed, _AS_SAVED))
         settings = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
         if "lr" in settings:
             settings["lr"] = _on_host(settings["lr"])
@@ -243,9 +233,9 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
             raise StateError(str(error)) from None
         names = list(map(canonical_name, saved.get("param_names") or group["param_names"]))
         if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
-            problem = "its parameters in another order in the state"
+            fault = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
-            raise StateError(explain_error(subject, problem, f"{needed}of another", _AS_SAVED))
+            raise StateError(explain_error(subject, fault, f"{needed}of another", _AS_SAVED))
 
 
 def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -10,9 +10,17 @@ from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import AGREEMENT, FELT, INVARIANT, add_squares, norms_of, reduce_squares, zeros_for
+from muonmesh.clip.squares import (
+    AGREEMENT,
+    SCALE_INVARIANT,
+    SCALE_SENSITIVE,
+    add_squares,
+    norms_of,
+    reduce_squares,
+    zeros_for,
+)
 from muonmesh.comm.agreement import standing
-from muonmesh.comm.telling import tell_all
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.step.planning import Planned
 from muonmesh.step.preflight import host_waits
@@ -21,7 +29,7 @@ from muonmesh.step.runtime import Clip, Runtime
 
 def clip_gradients(
     planned: Planned,
-    here: Optimizer | None,
+    optimizer: Optimizer | None,
     error: Exception | None,
     limits: Limits,
     runtime: Runtime,
@@ -33,9 +41,9 @@ def clip_gradients(
 
     Args:
         planned: The plan that all ranks have compared.
-        here: The optimizer whose gradients are measured and scaled. None if this rank's parameters no longer fit the
-            plan: it then takes part in the sum for which the others wait, and reports this in the sum. If the CPUs of
-            the other ranks do not wait for the result, and their parameters have not changed, `Muon.step` raises an
+        optimizer: The optimizer whose gradients are measured and scaled. None if this rank's parameters no longer fit
+            the plan: it then takes part in the sum for which the others wait, and reports this in the sum. If the CPUs
+            of the other ranks do not wait for the result, and their parameters have not changed, `Muon.step` raises an
             error on all ranks.
         error: An error in the groups of this rank; None if there is none.
         limits: The arguments of the call.
@@ -52,7 +60,7 @@ def clip_gradients(
         PlanError: another rank found an error. No gradient has been scaled then.
     """
     exchange, source, waits = planned.exchange, runtime.source, host_waits(runtime, planned)
-    apart, follows = source.norms_apart, here is not None
+    apart, follows = source.norms_apart, optimizer is not None
     sums = zeros_for(apart, planned.device)
     if not _reduces(planned, limits, process_group):
         if error is not None and not follows:
@@ -60,10 +68,10 @@ def clip_gradients(
         if not follows:
             return None
         limits.check()
-        return limits.told(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
+        return limits.grad_norms(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
     wrong: Exception | None = None  # a wrong argument, which all ranks have
-    if here is not None:
-        error = add_squares(planned, here.param_groups, source, limits.measured, sums)
+    if optimizer is not None:
+        error = add_squares(planned, optimizer.param_groups, source, limits.measured, sums)
         try:
             limits.check()
         except (TypeError, ValueError) as found:
@@ -71,32 +79,32 @@ def clip_gradients(
     if error is not None and sums.is_meta:
         raise error  # parameters on the meta device: no communication is possible
     arguments = limits.bits if follows and wrong is None else None
-    said = {**standing(error, follows=follows), "arguments": arguments}
+    answers = {**standing(error, follows=follows), "arguments": arguments}
     reduce = partial(reduce_squares, exchange=exchange, group=process_group)
-    sums, agreed = AGREEMENT.ask(said, sums, reduce)
+    sums, agreed = AGREEMENT.ask(answers, sums, reduce)
     if wrong is not None and not waits:
         raise wrong
     if waits and bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
-        told, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
-        raise PlanError(explain_error("clip_grad_norm_", told, "no error on any rank", write))
+        gather_objects(None, error, group=exchange.group)
+        problem, write = "an error on another rank of process_group=", "Read that rank's message, which names it"
+        raise PlanError(explain_error("clip_grad_norm_", problem, "no error on any rank", write))
     if agreed.plan_again(waits=waits, follows=follows):
         return None
     unequal = agreed.differs().any()
     if waits and bool(unequal):
-        given = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
+        settings = f"policy={limits.policy!r}, max_norm={limits.max_norm}, skip_above={limits.skip_above}"
         write = "Call it with the same arguments everywhere, or replicas would drift apart"
-        other, needed = f"{given} here and other arguments on other ranks", "the same arguments on every rank"
+        other, needed = f"{settings} here and other arguments on other ranks", "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
     stops = agreed.any("error", "replan") | unequal
     means = fresh = None
     if limits.multiple is not None:
-        means = means_of([] if here is None else here.param_groups, sums.device)
+        means = means_of([] if optimizer is None else optimizer.param_groups, sums.device)
         fresh = torch.where(stops, means, counted(means, torch.stack([*norms_of(sums).values()])))
     skip = limits.skips(sums, apart, means) | stops
-    if here is not None and error is None:
-        scale_groups(here.param_groups, source, limits.coefficients(sums, skip, apart))
-    return limits.told(sums, skip, apart), Clip(skip, fresh, error)
+    if optimizer is not None and error is None:
+        scale_groups(optimizer.param_groups, source, limits.coefficients(sums, skip, apart))
+    return limits.grad_norms(sums, skip, apart), Clip(skip, fresh, error)
 
 
 def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:
@@ -104,7 +112,7 @@ def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup 
     # Other ranks of the set, or of the process group, may have AdamW's parameters even if this rank has none.
     if planned.plan.elementwise or process_group is not None:
         return True
-    halves = {INVARIANT if parameter.scale_invariant else FELT for parameter in planned.plan.parameters}
+    kinds = {SCALE_INVARIANT if parameter.scale_invariant else SCALE_SENSITIVE for parameter in planned.plan.parameters}
     if any(planned.adamw):
-        halves.add(FELT)
-    return bool(halves & limits.measured)
+        kinds.add(SCALE_SENSITIVE)
+    return bool(kinds & limits.measured)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.clip.norm_means import limits_from
-from muonmesh.clip.squares import FELT, INVARIANT, norms_of, place_of
+from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
 from muonmesh.comm.storage import local_of
@@ -71,8 +71,8 @@ class Limits:
     def check(self) -> None:
         """Raise ValueError if an argument is unknown or out of range."""
         if self.policy not in get_args(ClipPolicy):
-            known = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
-            raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {known}"))
+            policies = ", ".join(f'"{policy}"' for policy in get_args(ClipPolicy))
+            raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {policies}"))
         if not _is_limit(self.max_norm):
             needed = "a number of at least 0, or inf to measure only"
             raise ValueError(explain_error("max_norm", f"{self.max_norm!r}", needed))
@@ -101,12 +101,12 @@ class Limits:
 
     @property
     def measured(self) -> set[int]:
-        """The kinds of gradients to measure, as places in the sums: FELT (AdamW's), and INVARIANT (Muon's) if needed.
+        """The kinds of gradients to measure: SCALE_SENSITIVE (AdamW's), and SCALE_INVARIANT (Muon's) if needed.
 
         Muon's gradients are measured if ``norms`` is True, if the policy needs them, or with ``skip_above``.
         """
-        both = self.norms or self.policy != "adamw_only" or self.skips_large
-        return {INVARIANT, FELT} if both else {FELT}
+        all_kinds = self.norms or self.policy != "adamw_only" or self.skips_large
+        return {SCALE_INVARIANT, SCALE_SENSITIVE} if all_kinds else {SCALE_SENSITIVE}
 
     @property
     def protects(self) -> tuple[str, ...]:
@@ -116,8 +116,11 @@ class Limits:
     @property
     def _by(self) -> dict[int, str]:
         """The kinds of gradients to clip, as places in the sums, each with the name of the norm that limits it."""
-        by = {"all": {INVARIANT: "total", FELT: "total"}, "separate": {INVARIANT: "muon", FELT: "adamw"}}
-        return by.get(self.policy, {FELT: "adamw"})
+        by = {
+            "all": {SCALE_INVARIANT: "total", SCALE_SENSITIVE: "total"},
+            "separate": {SCALE_INVARIANT: "muon", SCALE_SENSITIVE: "adamw"},
+        }
+        return by.get(self.policy, {SCALE_SENSITIVE: "adamw"})
 
     @property
     def bits(self) -> bytes:
@@ -151,16 +154,18 @@ class Limits:
         The keys are places in the sums.
         """
         return {
-            half + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
+            kind + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
             for number, norms in enumerate(norms_of(sums, number) for number in range(1 + len(apart)))
-            for half, name in self._by.items()
+            for kind, name in self._by.items()
         }
 
-    def told(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
+    def grad_norms(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
         """Return the norms; with ``norms=False``, only the norms that the policy needs."""
-        known = {name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()}
+        reported = {
+            name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()
+        }
         others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
-        return GradNorms(**known, skipped=skip, apart=others)
+        return GradNorms(**reported, skipped=skip, apart=others)
 
 
 def _is_limit(value: object) -> bool:
@@ -178,13 +183,13 @@ def scale_groups(
         coefficients: 0-d fp64 tensors, by place in the sums.
     """
     coefficients = {  # a CPU knows which are 1; reading them on a device would wait
-        place: coefficient
-        for place, coefficient in coefficients.items()
+        position: coefficient
+        for position, coefficient in coefficients.items()
         if coefficient.device.type != "cpu" or float(coefficient) != 1
     }
     for group in groups if coefficients else ():
         for parameter in group["params"]:
-            place = place_of(group, str(group.get("name")), parameter, source)
-            if place in coefficients and (gradient := source.gradient(parameter)) is not None:
-                multiply(local_of(gradient), coefficients[place])
+            position = place_of(group, str(group.get("name")), parameter, source)
+            if position in coefficients and (gradient := source.gradient(parameter)) is not None:
+                multiply(local_of(gradient), coefficients[position])
                 source.write(parameter, gradient)

@@ -36,10 +36,10 @@ def means_of(groups: Sequence[Mapping[str, Any]], device: torch.device) -> Tenso
             clipped apart, none of their means is right here, and all begin anew.
         device: The device of the result; the CPU does not wait for it.
     """
-    kept: list[Any] = [group.get(NORM_MEANS, FRESH_MEANS) for group in groups]
-    if (live := next((means for means in kept if isinstance(means, Tensor)), None)) is not None:
+    stored: list[Any] = [group.get(NORM_MEANS, FRESH_MEANS) for group in groups]
+    if (live := next((means for means in stored if isinstance(means, Tensor)), None)) is not None:
         return live.to(device, non_blocking=True)
-    loaded = {*map(as_tuples, kept)} - {FRESH_MEANS}
+    loaded = {*map(as_tuples, stored)} - {FRESH_MEANS}
     return upload(loaded.pop() if len(loaded) == 1 else FRESH_MEANS, dtype=torch.float64, device=device)
 
 

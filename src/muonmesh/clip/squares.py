@@ -20,12 +20,13 @@ from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
 from muonmesh.step.planning import Planned
 
-INVARIANT, FELT = range(2)
-"""Places in the vector of squares, which is fp64. Both come again for each of the source's `norms_apart`.
+SCALE_INVARIANT, SCALE_SENSITIVE = range(2)
+"""Kinds of gradients, as places in the vector of squares, which is fp64. Both come again for each of the source's
+`norms_apart`.
 
-- INVARIANT: the squared gradient norm of groups whose rule is `scale_invariant`, reported as "muon".
-- FELT: the squared gradient norm of all other groups, reported as "adamw": AdamW's groups, and rules for matrices that
-  depend on the scale of gradients.
+- SCALE_INVARIANT: gradients of groups whose rule is `scale_invariant`; their norm is reported as "muon".
+- SCALE_SENSITIVE: all other gradients: AdamW's, and those of rules for matrices that depend on the scale of gradients;
+  their norm is reported as "adamw".
 """
 
 AGREEMENT = Agreement(*STANDING, Field("arguments", 64, "equal"))
@@ -33,9 +34,9 @@ AGREEMENT = Agreement(*STANDING, Field("arguments", 64, "equal"))
 different policies can still add their vectors up, and raise."""
 
 
-def half_of(group: Mapping[str, Any]) -> int:
-    """Return a group's place in the vector: INVARIANT if the rule's step ignores the scale of gradients, else FELT."""
-    return INVARIANT if RULES[group["algorithm"]].scale_invariant else FELT
+def scale_kind_of(group: Mapping[str, Any]) -> int:
+    """Return the kind of a group's gradients: SCALE_INVARIANT if its rule ignores their scale, else SCALE_SENSITIVE."""
+    return SCALE_INVARIANT if RULES[group["algorithm"]].scale_invariant else SCALE_SENSITIVE
 
 
 def zeros_for(apart: Sequence[str], device: torch.device) -> Tensor:
@@ -51,11 +52,11 @@ def place_of(group: Mapping[str, Any], name: str, parameter: Tensor, source: Gra
     """
     apart = source.norm_apart(parameter)
     if apart is not None and apart not in source.norms_apart:
-        found = f"norm_apart() = {apart!r}"
+        problem = f"norm_apart() = {apart!r}"
         needed = f"one of the names in norms_apart: {', '.join(source.norms_apart) or 'it has none'}"
         write = "Correct norm_apart() of the GradientSource, or its norms_apart"
-        raise LayoutError(explain_error(name, found, needed, write))
-    return half_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
+        raise LayoutError(explain_error(name, problem, needed, write))
+    return scale_kind_of(group) + (0 if apart is None else 2 + 2 * list(source.norms_apart).index(apart))
 
 
 def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
@@ -63,7 +64,7 @@ def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
 
     ``number`` selects the usual norms (0), or norms that are measured apart (1 + index in ``norms_apart``).
     """
-    muon, adamw = sums[INVARIANT + 2 * number], sums[FELT + 2 * number]
+    muon, adamw = sums[SCALE_INVARIANT + 2 * number], sums[SCALE_SENSITIVE + 2 * number]
     return {"total": (muon + adamw).sqrt(), "muon": muon.sqrt(), "adamw": adamw.sqrt()}
 
 
@@ -83,29 +84,29 @@ def add_squares(
         groups: The param groups.
         source: The source of the gradients.
         measured: The kinds of gradients to measure, as places in the sums.
-        sums: The fp64 vector to add to; see `FELT` for its places.
+        sums: The fp64 vector to add to; see `SCALE_SENSITIVE` for its places.
 
     Returns:
         The first error in a gradient, or None. All other gradients are still read, since ranks may have to reduce a
         partial gradient together.
     """
     error: Exception | None = None
-    found = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
+    measured_parts = list[tuple[int, Tensor, int]]()  # place in the sums, elements, ranks that store them
     for member in itertools.chain(planned.muon, *planned.adamw):
-        if member is None or half_of(groups[member.group]) not in measured or not source.counted(member.tensor):
+        if member is None or scale_kind_of(groups[member.group]) not in measured or not source.counted(member.tensor):
             continue
         try:
             gradient = whole_gradient(member.name, member.tensor, source)
-            place = place_of(groups[member.group], member.name, member.tensor, source)
+            position = place_of(groups[member.group], member.name, member.tensor, source)
         except Exception as wrong:  # whatever a source raises: the other ranks wait for this rank
             error = error or wrong
             continue
         if gradient is None:
             continue
         storage = member.gradient_storage
-        found += [(place, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
-    if found:
-        places, parts, copies = zip(*found, strict=True)
+        measured_parts += [(position, part, storage.copies) for part in map(real_of, storage.parts(gradient))]
+    if measured_parts:
+        places, parts, copies = zip(*measured_parts, strict=True)
         index = upload(places, dtype=torch.int64, device=sums.device)
         stored_by = upload(copies, dtype=torch.float64, device=sums.device)
         sums.index_add_(0, index, sums_of_squares(parts) / stored_by)
@@ -124,12 +125,12 @@ def reduce_squares(vector: Tensor, exchange: Exchange, group: dist.ProcessGroup 
         group: The process group with other sets to clip with; None if there are none.
     """
     ranks = [] if group is None else dist.get_process_group_ranks(group)
-    here = sum(rank in exchange.plan.ranks for rank in ranks)
-    if here == len(ranks):
+    count = sum(rank in exchange.plan.ranks for rank in ranks)
+    if count == len(ranks):
         return exchange.reduce_sums(vector)
-    if here < len(exchange.plan.ranks):
+    if count < len(exchange.plan.ranks):
         exchange.reduce_sums(vector)
-        vector /= here
+        vector /= count
     return reduce_beyond(vector, group)
 
 

@@ -86,41 +86,41 @@ class Agreement:
         """Return the answers of a rank that has nothing to say to the questions of a name."""
         return bytearray([SILENT if name in self.zeros else 0]) * int(self.ones[name].stop - self.ones[name].start)
 
-    def vector(self, said: Mapping[str, Said], device: torch.device) -> Tensor:
+    def vector(self, answers_by_name: Mapping[str, Said], device: torch.device) -> Tensor:
         """Return the flags of this rank, uint8.
 
         Args:
-            said: What this rank says, by name; nothing to other questions.
+            answers_by_name: What this rank says, by name; nothing to other questions.
             device: The device of the result.
         """
         host, later = memoryview(bytearray(self.single + 2 * self.pairs)), list[tuple[slice, Tensor]]()
-        for name, answers in said.items():
+        for name, answers in answers_by_name.items():
             for answer, places in enumerate((self.zeros, self.ones)):
                 if answers is None or name not in places:
                     continue
                 if isinstance(answers, Tensor):
                     later.append((places[name], answers == answer))
                 else:
-                    told = bytes([answers] if isinstance(answers, bool) else answers)
-                    host[places[name]] = told.translate(_IS[answer])
+                    codes = bytes([answers] if isinstance(answers, bool) else answers)
+                    host[places[name]] = codes.translate(_IS[answer])
         # As torch.tensor does, which reads one Python number at a time. A copy: no collective keeps Python's memory.
         lifted = torch.ops.aten.lift_fresh(torch.frombuffer(host, dtype=torch.uint8))
         vector = pinned(lifted.to("cpu", copy=True), device)
-        for place, flags in later:
-            vector[place] = flags
+        for span, flags in later:
+            vector[span] = flags
         return vector
 
     def ask(
-        self, said: Mapping[str, Said], values: Tensor, reduce: Callable[[Tensor], Tensor]
+        self, answers: Mapping[str, Said], values: Tensor, reduce: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Agreed]:
         """Reduce other values and the flags of this rank in one vector; return both, reduced.
 
         Args:
-            said: As for `vector`.
+            answers: As for `vector`.
             values: The other values; may be empty.
             reduce: Reduces a vector over all ranks, by a sum or a maximum.
         """
-        reduced = reduce(torch.cat([values.reshape(-1), self.vector(said, values.device)]))
+        reduced = reduce(torch.cat([values.reshape(-1), self.vector(answers, values.device)]))
         return reduced[: values.numel()].view(values.shape), Agreed(self, reduced[values.numel() :])
 
 
@@ -130,7 +130,7 @@ class Agreed(NamedTuple):
     agreement: Agreement
     flags: Tensor
 
-    def each(self, name: str) -> Tensor:
+    def answers(self, name: str) -> Tensor:
         """Return for each question of a name whether any rank says yes, or 1."""
         return self.flags[self.agreement.ones[name]] != 0
 
@@ -141,8 +141,8 @@ class Agreed(NamedTuple):
     def differs(self, name: str | None = None) -> Tensor:
         """Return for each question of a name, or for all of kind "equal", whether ranks say different things."""
         first, pairs = self.agreement.single, self.agreement.pairs
-        place = slice(first, first + pairs) if name is None else self.agreement.zeros[name]
-        return self.flags[place] * self.flags[place.start + pairs : place.stop + pairs] != 0
+        zeros = slice(first, first + pairs) if name is None else self.agreement.zeros[name]
+        return self.flags[zeros] * self.flags[zeros.start + pairs : zeros.stop + pairs] != 0
 
     def plan_again(self, *, waits: bool, follows: bool) -> bool:
         """Return whether all ranks must plan again.

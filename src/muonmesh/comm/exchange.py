@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.companions import CompanionExchange
+from muonmesh.comm.communicator import Communicator, PendingCollective
+from muonmesh.comm.factored_exchange import FactoredExchange
 from muonmesh.comm.matrix_sums import MatrixSums
-from muonmesh.comm.passage import CopyPairs
+from muonmesh.comm.packed_all_to_all import CopyPairs
 from muonmesh.comm.schedule import Batch, Gather, Schedule, Stage
-from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Transfer, Wire
-from muonmesh.comm.work import Batching, Local, Work
+from muonmesh.comm.step_callbacks import Batching, LocalBatch, StepCallbacks
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import Plan
-from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.numerics.kernels.threads import run_all, scratch
 
 
@@ -41,7 +42,7 @@ class _UnderWay:
     stage: Stage
     summed: Mapping[int, int]
     gather: Gather | None = None
-    transfer: Transfer | None = None
+    transfer: PendingCollective | None = None
     results: Sequence[Tensor] = ()
     staying: Elements | None = None
     exchanged: int = 0
@@ -52,23 +53,23 @@ class _UnderWay:
 class Exchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
-    One bucket travels while another is computed. A bucket moves by one `Wire.swap` with unequal splits in each
+    One bucket travels while another is computed. A bucket moves by one all-to-all with unequal splits in each
     direction, or by several on the way back if there are replicas (`Plan.exchanges`). Pieces that stay on their rank
     are not part of a swap. A single rank runs the same code with nothing to move. State by row, column or matrix
-    travels before and after the matrices, by the `CompanionExchange`.
+    travels before and after the matrices, by the `FactoredExchange`.
 
     Args:
         plan: The plan, the same on every rank of the group.
         group: Process group of exactly ``plan.ranks``; None for one rank.
         dtype: Dtype of the matrices on the wire and in the orthogonalization.
-        companion_dtype: Dtype of state by row, column or matrix on the wire.
+        factored_dtype: Dtype of state by row, column or matrix on the wire.
         device: The device on which matrices are assembled.
-        batching: How many equal matrices are computed together, and in which memory.
+        batching: Which matrices are computed together.
 
     Attributes:
         plan: The plan that this exchange runs.
         group: The process group of the plan's ranks.
-        wire: Sends to the other ranks; counts the steps, and the work and traffic of the last step.
+        communicator: Sends to the other ranks; counts the steps, and the work and traffic of the last step.
     """
 
     def __init__(
@@ -77,63 +78,64 @@ class Exchange:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        companion_dtype: torch.dtype,
+        factored_dtype: torch.dtype,
         device: torch.device,
         batching: Batching,
     ) -> None:
-        self.plan, self.group, self.wire = plan, group, Wire(plan.ranks, group)
+        self.plan, self.group, self.communicator = plan, group, Communicator(plan.ranks, group)
         self._dtype, self._device, self._batching = dtype, device, batching
-        self._matrix_sums = MatrixSums(plan, rank=self.wire.rank, device=device, wire=self.wire)
-        self._local_sums = MatrixSums(plan, rank=self.wire.rank, device=device)
-        beside = CompanionPlan.beside(plan)
-        self._carried = None if beside is None else CompanionExchange(beside, self.wire, companion_dtype, device)
+        self._sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
+        beside = FactoredPlan.beside(plan)
+        self._carried = None if beside is None else FactoredExchange(beside, self.communicator, factored_dtype, device)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of this rank, made when the first step begins: batches are for the threads of that time."""
-        return Schedule(self.plan, self.wire.rank, self.wire.peers, self._dtype, self._device, self._batching)
+        return Schedule(
+            self.plan, self.communicator.rank, self.communicator.peers, self._dtype, self._device, self._batching
+        )
 
-    def reduce_sums(self, sums: Tensor, *, what: str = "the sum of the norms") -> Tensor:
-        """Return the elementwise sum of an fp64 vector over all ranks; ``what`` names it in errors."""
-        return self.wire.reduce(sums, dist.ReduceOp.SUM, what, counted=False)
+    def reduce_sums(self, sums: Tensor, *, name: str = "the sum of the norms") -> Tensor:
+        """Return the elementwise sum of an fp64 vector over all ranks; ``name`` names it in errors."""
+        return self.communicator.reduce(sums, dist.ReduceOp.SUM, name, counted=False)
 
-    def run(self, work: Work) -> None:
+    def run(self, callbacks: StepCallbacks) -> None:
         """Run one step for every matrix of the plan. All ranks of the group call this."""
         if self._carried is not None:
-            self._carried.gather(work.companions)
-        before, here, stages = None, None, self.schedule.stages
+            self._carried.gather(callbacks.factored_states)
+        before, current, stages = None, None, self.schedule.stages
         if stages:
-            here = self._gather(stages[0], work)
-        work.step_elementwise()  # while the first bucket travels
-        while here is not None:
-            ahead = stages[here.stage.number + 1 :]
-            after = self._gather(ahead[0], work) if ahead else None
-            self._compute(here, before, work)
-            self._scatter(here)
-            self._write_what_stays(here, work)
-            self._run_local(here.stage.local, work)
-            if not here.stage.fits:  # there is no memory for the next bucket beside two such exchanges
-                self._pass_on(here, work)
-            before, here = here, after
-        self._run_local(self.schedule.left, work)
-        self._receive(before, work)
+            current = self._gather(stages[0], callbacks)
+        callbacks.step_elementwise()  # while the first bucket travels
+        while current is not None:
+            ahead = stages[current.stage.number + 1 :]
+            after = self._gather(ahead[0], callbacks) if ahead else None
+            self._compute(current, before, callbacks)
+            self._scatter(current)
+            self._write_what_stays(current, callbacks)
+            self._run_local(current.stage.local, callbacks)
+            if not current.stage.fits:  # there is no memory for the next bucket beside two such exchanges
+                self._pass_on(current, callbacks)
+            before, current = current, after
+        self._run_local(self.schedule.trailing, callbacks)
+        self._receive(before, callbacks)
         if self._carried is not None:
-            self._carried.scatter(work.companions)
+            self._carried.scatter(callbacks.factored_states)
 
-    def _gather(self, stage: Stage, work: Work) -> _UnderWay:
+    def _gather(self, stage: Stage, callbacks: StepCallbacks) -> _UnderWay:
         """Read this rank's pieces into the send buffer, or into its own matrices, and start to move them."""
         if stage.portions:
             return _UnderWay(stage, stage.summed)
         gather = self.schedule.gather(stage)
-        work.prepare(stage.moving, gather.reads, self._ahead(stage))
-        transfer = None if gather.swap is None else self.wire.swap(gather.swap)
+        callbacks.prepare(stage.moving, gather.reads, self._ahead(stage))
+        transfer = None if gather.all_to_all is None else self.communicator.start(gather.all_to_all)
         return _UnderWay(stage, stage.summed, gather, transfer)
 
     def _ahead(self, stage: Stage) -> Sequence[int]:
         """Return the matrices that are prepared after those of a stage."""
         return next((after.moving for after in self.schedule.stages[stage.number + 1 :]), ())
 
-    def _run_local(self, batches: Sequence[Local], work: Work) -> None:
+    def _run_local(self, batches: Sequence[LocalBatch], callbacks: StepCallbacks) -> None:
         """Prepare, compute and finalize matrices that only this rank holds, each batch in a task of its own.
 
         On a CPU each task has a thread of its own, and each operation finds the result of the previous operation in the
@@ -142,23 +144,24 @@ class Exchange:
         tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
         for number, batch in enumerate(batches):
             ahead = batches[number + 1].assignments if number + 1 < len(batches) else ()
-            tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, work)))
-            self.wire.counts.orthogonalized += len(batch.assignments)
+            tasks.append((batch.assignments, partial(self._run_batch, batch, ahead, callbacks)))
+            self.communicator.counts.orthogonalized += len(batch.assignments)
         self._run_costly(tasks)
 
-    def _run_batch(self, batch: Local, ahead: Sequence[int], work: Work) -> None:
-        numbers = batch.assignments
-        shape = len(numbers), *batch.shape
-        memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
-        work.repeat(batch, partial(self._run_in_memory, batch, ahead, work), memory)
+    def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
+        numel = (sum(map(math.prod, batch.shapes)),)
+        memory = [scratch(role, numel, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
+        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
 
-    def _run_in_memory(self, batch: Local, ahead: Sequence[int], work: Work, x: Tensor, out: Tensor) -> None:
-        work.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        work.compute(batch.assignments, x, out)
+    def _run_in_memory(
+        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
+    ) -> None:
+        callbacks.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
+        callbacks.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes))
         updates = Elements(batch.writes, (out,))
         if batch.summed:
-            self._local_sums.take(batch.summed, updates, work.summands)
-        work.finalize(updates)
+            self._sums.take(batch.summed, updates, callbacks.summands)
+        callbacks.finalize(updates)
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
@@ -170,88 +173,91 @@ class Exchange:
         order = sorted(range(len(tasks)), key=lambda number: -costs[number])
         run_all([tasks[number][1] for number in order], device=self._device, costs=[costs[number] for number in order])
 
-    def _compute(self, here: _UnderWay, before: _UnderWay | None, work: Work) -> None:
+    def _compute(self, current: _UnderWay, before: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Assemble this rank's matrices from the received pieces and orthogonalize them; then receive earlier results.
 
         If nothing was gathered, matrices are read and orthogonalized some at a time, because there is no memory for all
         of them with their squares. The results of the stage before are received after the first of these batches, which
         frees their memory.
         """
-        self.wire.finish(here.transfer)
-        if here.gather is not None:
-            self._copy(here.gather.arriving)
-            matrices, here.gather, here.transfer = here.gather.matrices, None, None  # frees the wire buffers
-            here.results = self._orthogonalize(self.schedule.batches(here.stage, matrices), work)
+        self.communicator.finish(current.transfer)
+        if current.gather is not None:
+            self._copy(current.gather.arriving)
+            matrices, current.gather, current.transfer = current.gather.matrices, None, None  # frees the wire buffers
+            current.results = self._orthogonalize(self.schedule.batches(current.stage, matrices), callbacks)
             del matrices
         else:
-            for moving, reads, batches in self.schedule.portions(here.stage):
-                work.prepare(moving, reads, self._ahead(here.stage))
-                here.results = (*here.results, *self._orthogonalize(batches, work))
+            for moving, reads, batches in self.schedule.portions(current.stage):
+                callbacks.prepare(moving, reads, self._ahead(current.stage))
+                current.results = (*current.results, *self._orthogonalize(batches, callbacks))
                 del reads, batches  # frees the matrices
-                self._receive(before, work)
-        self._receive(before, work)
-        here.staying = Elements(here.stage.staying, here.results)
+                self._receive(before, callbacks)
+        self._receive(before, callbacks)
+        current.staying = Elements(current.stage.staying, current.results)
 
-    def _orthogonalize(self, batches: Sequence[Batch], work: Work) -> tuple[Tensor, ...]:
+    def _orthogonalize(self, batches: Sequence[Batch], callbacks: StepCallbacks) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
-        self._run_costly([(numbers, partial(work.compute, numbers, x, out)) for x, out, numbers in batches])
-        self.wire.counts.orthogonalized += sum(len(numbers) for _, _, numbers in batches)
-        return tuple(out for _, out, _ in batches)
+        tasks = list[tuple[Sequence[int], Callable[[], None]]]()
+        for x, out, numbers, shapes in batches:
+            tasks.append((numbers, partial(callbacks.compute, numbers, by_shape(x, shapes), by_shape(out, shapes))))
+            self.communicator.counts.orthogonalized += len(numbers)
+        self._run_costly(tasks)
+        return tuple(out for _, out, *_ in batches)
 
-    def _scatter(self, here: _UnderWay) -> None:
+    def _scatter(self, current: _UnderWay) -> None:
         """Start the next exchange of results, if there is one; free the results after the last copy."""
-        if not here.stage.back:
-            here.results = ()
+        if not current.stage.back:
+            current.results = ()
             return
-        received = None if here.arrived is None else here.arrived.buffers[0]
-        one = self.schedule.scatter(here.stage, here.exchanged, here.results, received, here.send)
-        self._copy(one.leaving)
-        here.arrived, here.send = one.arrived, one.swap.send if one.again else None
-        here.transfer, here.exchanged = self.wire.swap(one.swap), here.exchanged + 1
-        if one.last:
-            here.results = ()
+        received = None if current.arrived is None else current.arrived.buffers[0]
+        exchange = self.schedule.scatter(current.stage, current.exchanged, current.results, received, current.send)
+        self._copy(exchange.leaving)
+        current.arrived, current.send = exchange.arrived, exchange.all_to_all.send if exchange.again else None
+        current.transfer, current.exchanged = self.communicator.start(exchange.all_to_all), current.exchanged + 1
+        if exchange.last:
+            current.results = ()
 
-    def _pass_on(self, here: _UnderWay, work: Work) -> None:
+    def _pass_on(self, current: _UnderWay, callbacks: StepCallbacks) -> None:
         """Run the remaining exchanges of results; the last one is still under way when this returns.
 
         One exchange travels while the results of the previous exchange are written, so there is memory for two.
         """
-        while here.exchanged < len(here.stage.back):
-            arrived = here.arrived
-            self.wire.finish(here.transfer)
-            self._scatter(here)
-            self._write(here, arrived, work)
+        while current.exchanged < len(current.stage.back):
+            arrived = current.arrived
+            self.communicator.finish(current.transfer)
+            self._scatter(current)
+            self._write(current, arrived, callbacks)
 
-    def _write_what_stays(self, here: _UnderWay, work: Work) -> None:
+    def _write_what_stays(self, current: _UnderWay, callbacks: StepCallbacks) -> None:
         """Write results that stayed on this rank while others travel, unless sums must be computed first."""
-        if not here.summed and here.staying is not None:
-            work.finalize(here.staying)
-            here.staying = None
+        if not current.summed and current.staying is not None:
+            callbacks.finalize(current.staying)
+            current.staying = None
 
-    def _receive(self, here: _UnderWay | None, work: Work) -> None:
+    def _receive(self, current: _UnderWay | None, callbacks: StepCallbacks) -> None:
         """Receive and write the results of a stage, if this has not been done."""
-        if here is not None:
-            self._pass_on(here, work)
-            self.wire.finish(here.transfer)
-            arrived, here.arrived, here.transfer = here.arrived, None, None
-            self._write(here, arrived, work)
+        if current is not None:
+            self._pass_on(current, callbacks)
+            self.communicator.finish(current.transfer)
+            arrived, current.arrived, current.transfer = current.arrived, None, None
+            self._write(current, arrived, callbacks)
 
-    def _write(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
+    def _write(self, current: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Write results that have arrived, after the sums over their matrices."""
-        self._sum(here, arrived, work)
+        self._sum(current, arrived, callbacks)
         if arrived is not None:
-            work.finalize(arrived)
+            callbacks.finalize(arrived)
 
-    def _sum(self, here: _UnderWay, arrived: Elements | None, work: Work) -> None:
+    def _sum(self, current: _UnderWay, arrived: Elements | None, callbacks: StepCallbacks) -> None:
         """Compute the missing sums over the matrices of a stage, if any, and then write the results that stayed here.
 
         These matrices are not written before. All summands of this rank have stayed here or have arrived.
         """
-        if here.summed:
-            views = [view for some in (here.staying, arrived) if some is not None for view in some]
-            self._matrix_sums.take(here.summed, views, work.summands, what=here.stage.name)
-            here.summed = {}
-            self._write_what_stays(here, work)
+        if current.summed:
+            views = [view for elements in (current.staying, arrived) if elements is not None for view in elements]
+            self._sums.take(current.summed, views, callbacks.summands, self.communicator, name=current.stage.name)
+            current.summed = {}
+            self._write_what_stays(current, callbacks)
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)

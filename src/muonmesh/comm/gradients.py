@@ -24,6 +24,15 @@ class GradientSource(Protocol):
     override `gradient` and `write`. The other methods have defaults: names come from the param groups, and process
     groups from ``process_group=``.
 
+    The optimizer makes these calls:
+
+    1. For each new plan, on this rank alone: `name`, `group` and `momentum_storages`. After all ranks have compared
+       their plans, `bind` on all ranks.
+    2. When a step, clipping or metrics begin: `complete` on all ranks; then, on this rank alone and for each parameter,
+       `gradient` and `at_momentum`. Clipping also calls `counted` and `norm_apart`, and `write` for each gradient that
+       it scales.
+    3. In ``zero_grad``: `write` with None for each parameter, on this rank alone.
+
     Attributes:
         norms_apart: Names of further norms, for gradients that are measured and clipped apart from all others; the same
             on every rank.
@@ -69,7 +78,7 @@ class GradientSource(Protocol):
         """Return the name in ``norms_apart`` whose norm measures and clips a gradient; None means the usual norms."""
         return None
 
-    def place(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> Sequence[Storage]:
+    def momentum_storages(self, matrices: Sequence[tuple[str, Tensor, Storage]]) -> Sequence[Storage]:
         """Return where the momentum of each matrix lives. It is called when a plan is made, and sends nothing.
 
         Args:
@@ -126,12 +135,12 @@ factors."""
 
 def check_source(source: object) -> None:
     """Raise a TypeError unless ``source`` is None or an object with the methods of `GradientSource`."""
-    asked = (name for name, method in vars(GradientSource).items() if callable(method) and not name.startswith("_"))
-    missing = [name for name in asked if not callable(getattr(source, name, None))]
+    methods = (name for name, method in vars(GradientSource).items() if callable(method) and not name.startswith("_"))
+    missing = [name for name in methods if not callable(getattr(source, name, None))]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
-        found, write = f"{source!r}{lacks}", "Derive its class from muonmesh.GradientSource, and pass an instance"
-        raise TypeError(explain_error("gradients", found, "a GradientSource", write))
+        problem, write = f"{source!r}{lacks}", "Derive its class from muonmesh.GradientSource, and pass an instance"
+        raise TypeError(explain_error("gradients", problem, "a GradientSource", write))
 
 
 def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
@@ -150,34 +159,34 @@ def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor 
     if gradient is None or source.at_momentum(parameter):
         return gradient
     if gradient.dtype not in HELD_DTYPES and not (gradient.is_complex() and parameter.is_complex()):
-        found = f"a gradient of dtype {gradient.dtype}"
-        raise TypeError(explain_error(name, found, NEEDED_HELD, "Write parameter.grad = parameter.grad.float()"))
+        problem = f"a gradient of dtype {gradient.dtype}"
+        raise TypeError(explain_error(name, problem, NEEDED_HELD, "Write parameter.grad = parameter.grad.float()"))
     if gradient.layout is not torch.strided:
-        found = f"a gradient with layout {gradient.layout}"
-        raise TypeError(explain_error(name, found, "a dense gradient", "Write Embedding(..., sparse=False)"))
+        problem = f"a gradient with layout {gradient.layout}"
+        raise TypeError(explain_error(name, problem, "a dense gradient", "Write Embedding(..., sparse=False)"))
     if is_freed(local_of(gradient)):
-        found, write = "a gradient whose memory was freed", "Call backward after the memory was freed, or zero_grad"
-        raise TypeError(explain_error(name, found, "one with data", write))
+        problem, write = "a gradient whose memory was freed", "Call backward after the memory was freed, or zero_grad"
+        raise TypeError(explain_error(name, problem, "one with data", write))
     if gradient.is_meta or gradient.device != parameter.device:
-        found, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
-        raise TypeError(explain_error(name, found, needed, "Materialize the model before the backward pass"))
+        problem, needed = f"a gradient on {gradient.device}", "one with data, on the device of its parameter"
+        raise TypeError(explain_error(name, problem, needed, "Materialize the model before the backward pass"))
     if type(gradient) is Tensor and type(parameter) in PLAIN and gradient.shape == parameter.shape:
         return gradient  # the most common case
     if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
         kinds = ("a plain tensor", "a DTensor")
-        found = f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}"
+        problem = f"{kinds[isinstance(gradient, DTensor)]} as gradient of {kinds[isinstance(parameter, DTensor)]}"
         needed = "a gradient with the layout of the parameter"
         write = "Let autograd set the gradient, or write grad = DTensor.from_local(grad, mesh, placements)"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = _as_its_parameter(name, parameter, gradient)
         if isinstance(gradient, DTensor):
             return gradient
     if gradient.shape != local_of(parameter).shape:
-        found = f"a gradient of local shape {tuple(gradient.shape)}"
+        problem = f"a gradient of local shape {tuple(gradient.shape)}"
         needed = f"the parameter's local shape {tuple(local_of(parameter).shape)}"
         write = "Assign a gradient of the parameter's shape"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     return gradient
 
 
@@ -188,15 +197,15 @@ def _as_its_parameter(name: str, parameter: DTensor, gradient: DTensor) -> Tenso
         return local_of(gradient)
     # Partial only along axes that replicate the parameter: along others the local part has another shape.
     partial = all(
-        mine == theirs
-        or (type(mine) is Partial and mine.reduce_op in REDUCTIONS and isinstance(theirs, TorchReplicate))
-        for mine, theirs in zip(gradient.placements, parameter.placements, strict=False)
+        source_at == target_at
+        or (type(source_at) is Partial and source_at.reduce_op in REDUCTIONS and isinstance(target_at, TorchReplicate))
+        for source_at, target_at in zip(gradient.placements, parameter.placements, strict=False)
     )
     if not partial or gradient.device_mesh != parameter.device_mesh:
-        found = f"a gradient placed {tuple(gradient.placements)}"
+        problem = f"a gradient placed {tuple(gradient.placements)}"
         needed = f"the parameter's placements {tuple(parameter.placements)}"
         write = "Write parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     return gradient
 
 
@@ -211,9 +220,9 @@ def _cut_where_replicated(gradient: DTensor, parameter: DTensor) -> DTensor:
         return gradient
     placements = list(gradient.placements)
     cut = [getattr(placement, "dim", None) for placement in parameter.placements]
-    for axis, (mine, theirs) in enumerate(zip(gradient.placements, parameter.placements, strict=True)):
-        if isinstance(mine, TorchReplicate) and type(theirs) is TorchShard and cut.count(theirs.dim) == 1:
-            placements[axis] = theirs
+    for axis, (source_at, target_at) in enumerate(zip(gradient.placements, parameter.placements, strict=True)):
+        if isinstance(source_at, TorchReplicate) and type(target_at) is TorchShard and cut.count(target_at.dim) == 1:
+            placements[axis] = target_at
     return gradient if placements == list(gradient.placements) else gradient.redistribute(placements=placements)
 
 

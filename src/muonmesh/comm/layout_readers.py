@@ -53,10 +53,10 @@ def register_layout_reader(reader: LayoutReader | str) -> LayoutReader | str:
     Raises:
         TypeError: ``reader`` is neither a function nor "module:function".
     """
-    given: object = reader
-    if not (_NAMED.fullmatch(given) if isinstance(given, str) else callable(given)):
+    candidate: object = reader
+    if not (_NAMED.fullmatch(candidate) if isinstance(candidate, str) else callable(candidate)):
         needed = 'a function of (name, tensor), or "module:function"'
-        raise TypeError(explain_error("register_layout_reader", f"{given!r}", needed, "Pass the function itself"))
+        raise TypeError(explain_error("register_layout_reader", f"{candidate!r}", needed, "Pass the function itself"))
     if reader not in _registered:
         _registered.insert(0, reader)
     return reader
@@ -73,13 +73,13 @@ def read_layout(name: str, tensor: Tensor) -> tuple[Any, ...] | Layout | None:
             if isinstance(reader, str):
                 module, _, function = reader.partition(":")
                 reader = _registered[number] = getattr(importlib.import_module(module), function)
-            found = reader(name, tensor)
+            layout = reader(name, tensor)
         except LayoutError:
             raise
         except Exception as error:
             by = f"{reader.__module__}.{reader.__qualname__}" if hasattr(reader, "__qualname__") else repr(reader)
             problem = f"{type(error).__name__}: {error}, raised by the layout reader {by}"
             raise LayoutError(explain_error(name, problem, "its layout", DECLARE)) from error
-        if found is not None:
-            return found
+        if layout is not None:
+            return layout
     return None

@@ -36,12 +36,12 @@ def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Plac
         elif type(placement) is TorchShard or type(placement) is _StridedShard:
             translated.append(Shard(placement.dim, getattr(placement, "split_factor", 1)))
         else:
-            found, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
+            problem, needed = f"placement {placement!r} in {tuple(placements)}", "Replicate, Shard or _StridedShard"
             if not isinstance(placement, TorchPartial):  # not is_partial(), which ends the process in some classes
-                found = f"{found}, a {type(placement).__qualname__} of {type(placement).__module__}"
-                raise LayoutError(explain_error(name, found, f"{needed}, or a layout reader that knows it", DECLARE))
+                problem = f"{problem}, a {type(placement).__qualname__} of {type(placement).__module__}"
+                raise LayoutError(explain_error(name, problem, f"{needed}, or a layout reader that knows it", DECLARE))
             write = "Write parameter.redistribute(placements=[Replicate()]) before you make the optimizer"
-            raise LayoutError(explain_error(name, found, f"{needed}: a partial value is not a parameter", write))
+            raise LayoutError(explain_error(name, problem, f"{needed}: a partial value is not a parameter", write))
     return tuple(translated)
 
 
@@ -61,18 +61,20 @@ def storage_of(name: str, tensor: Tensor, replicas: Sequence[int] | None, declar
     entry = read_layout(name, tensor) if declared is None else declared
     if isinstance(entry, (FlatShards, MeshLayout)):
         _check_local(name, tensor, entry, read=declared is None)
-        if not isinstance(tensor, DTensor) or not all(isinstance(each, OF_TORCH) for each in tensor.placements):
+        if not isinstance(tensor, DTensor) or not all(
+            isinstance(placement, OF_TORCH) for placement in tensor.placements
+        ):
             return Storage(entry, entry.shape)  # state is plain: torch cannot copy DTensors of other placements
         return Storage(entry, entry.shape, tensor.device_mesh, tuple(tensor.placements))
     if entry is not None:
         if isinstance(tensor, DTensor):
-            found, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
+            problem, write = "a DTensor with an entry in layouts=", "Remove the entry: a DTensor says where it lives"
             if declared is None:
-                found, write = (
+                problem, write = (
                     "a DTensor with a mesh from its layout reader",
                     "Let the reader return None or a FlatShards",
                 )
-            raise LayoutError(explain_error(name, found, "a plain local shard", write))
+            raise LayoutError(explain_error(name, problem, "a plain local shard", write))
         return _declared(name, tensor, entry, "layouts entry" if declared is not None else "layout reader's answer")
     if isinstance(tensor, DTensor):
         mesh: DeviceMesh = tensor.device_mesh
@@ -83,26 +85,26 @@ def storage_of(name: str, tensor: Tensor, replicas: Sequence[int] | None, declar
         return Storage(layout, shape, mesh, tuple(tensor.placements))
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
-            what = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
-            what += "says that every rank holds all of it. Write "
-            what += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
-            raise LayoutError(about(name, what))
+            text = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
+            text += "says that every rank holds all of it. Write "
+            text += "Muon(..., layouts=muonmesh.integrations.megatron.declared_layouts(...))"
+            raise LayoutError(about(name, text))
         return Storage(MeshLayout.replicated(shape, tuple(replicas)), shape)
     return Storage(None if world_size() > 1 else MeshLayout.replicated(shape, (0,)), shape)
 
 
 def nobody_said(name: str) -> LayoutError:
     """Return the error for a plain tensor whose ranks are unknown."""
-    what = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
-    what += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
-    what += "Under DDP, or if your loop averages the gradients of all ranks, write "
-    what += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
-    what += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
-    what += (
+    text = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
+    text += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
+    text += "Under DDP, or if your loop averages the gradients of all ranks, write "
+    text += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
+    text += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
+    text += (
         f"it: layouts={{{name!r}: (mesh, placements)}}. Leave out ZeroRedundancyOptimizer: ranks share the work, and "
     )
-    what += "with shard_state=True the state"
-    return LayoutError(about(name, what))
+    text += "with shard_state=True the state"
+    return LayoutError(about(name, text))
 
 
 def refuse_flattened(name: str, tensor: Tensor) -> None:
@@ -112,11 +114,11 @@ def refuse_flattened(name: str, tensor: Tensor) -> None:
         LayoutError: FSDP1 has flattened the parameter, and several ranks run.
     """
     if world_size() > 1 and getattr(tensor, "_fsdp_flattened", False):  # as torch.distributed.fsdp marks them
-        what = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
-        what += "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
-        what += "with use_orig_params=True, then write "
-        what += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
-        raise LayoutError(about(name, what))
+        text = "FSDP1 (FullyShardedDataParallel) has flattened this parameter, and nothing says which elements each "
+        text += "rank holds. Shard with fully_shard instead. Or call groups = split_params(model), then wrap the model "
+        text += "with use_orig_params=True, then write "
+        text += "Muon(groups, layouts=muonmesh.integrations.fsdp1.declared_layouts(model))"
+        raise LayoutError(about(name, text))
 
 
 def ranks_of(
@@ -157,15 +159,15 @@ def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
 
 
-def _declared(name: str, tensor: Tensor, declared: Any, what: str) -> Storage:
+def _declared(name: str, tensor: Tensor, declared: Any, source: str) -> Storage:
     """Return the storage of a plain local shard declared as (mesh, placements) or (mesh, placements, shape)."""
     fits = isinstance(declared, (tuple, list)) and len(declared) in (2, 3) and isinstance(declared[0], DeviceMesh)
     placements = declared[1] if fits and isinstance(declared[1], (tuple, list)) else None
     if placements is None or not all(isinstance(placement, TorchPlacement) for placement in placements):
-        found = f"{what} {declared!r}"
+        problem = f"{source} {declared!r}"
         needed = "(mesh, placements), (mesh, placements, global shape), a FlatShards, or a list of FlatParameter"
         write = "Write (init_device_mesh('cuda', (8,)), [Shard(0)])"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     mesh = declared[0]
     translated = placements_of(name, placements)
     shape = list(tensor.shape)
@@ -178,7 +180,7 @@ def _declared(name: str, tensor: Tensor, declared: Any, what: str) -> Storage:
     try:
         layout = mesh_layout(mesh, tuple(shape), translated)
     except LayoutError as error:
-        raise LayoutError(about(f"{name}: {what}", error)) from None
+        raise LayoutError(about(f"{name}: {source}", error)) from None
     _check_local(name, tensor, layout)
     return Storage(layout, layout.shape, mesh, tuple(placements))
 
@@ -194,9 +196,9 @@ def _check_local(name: str, tensor: Tensor, layout: Layout, *, read: bool = Fals
         if isinstance(layout, FlatShards) and expected == (local.numel(),):
             return
         write = DECLARE
-    found = f"a local tensor of shape {tuple(local.shape)} on rank {rank}"
+    problem = f"a local tensor of shape {tuple(local.shape)} on rank {rank}"
     needed = f"{expected} by its placements or its entry in layouts= ({layout.describe()} of {layout.shape})"
-    raise LayoutError(explain_error(name, found, needed, write))
+    raise LayoutError(explain_error(name, problem, needed, write))
 
 
 def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replicas: Sequence[int]) -> MeshLayout:
@@ -209,9 +211,9 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
     copies: list[tuple[int, ...]] = []
     if len(replicas) == world_size():
         root = root_of(mesh)
-        names, wanted = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
-        if wanted and set(wanted) <= set(names) and root.mesh.numel() == world_size():
-            inside = [names.index(axis) for axis in wanted]
+        names, mesh_names = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        if mesh_names and set(mesh_names) <= set(names) and root.mesh.numel() == world_size():
+            inside = [names.index(axis) for axis in mesh_names]
             outside = [axis for axis in range(root.ndim) if axis not in inside]
             grid = root.mesh.permute(*outside, *inside).reshape(-1, len(ranks))
             copies = [tuple(row) for row in grid.tolist()]
@@ -219,11 +221,11 @@ def _replicated_outside(name: str, layout: MeshLayout, mesh: DeviceMesh, replica
         copies = [tuple(rank + peer - me for rank in ranks) for peer in replicas]
     everyone = [rank for copy in copies for rank in copy]
     if ranks not in copies or len(set(everyone)) < len(everyone) or not set(everyone) <= set(range(world_size())):
-        what = f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
-        what += "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
-        what += "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
-        what += "ProcessGroup of this rank's replicas"
-        raise LayoutError(about(name, what))
+        text = f"This DTensor lives on the ranks {ranks}, and process_group= has the ranks {tuple(replicas)}. These "
+        text += "form no regular grid, so nothing says which ranks hold the same shards. Slice the DTensor's mesh from "
+        text += "one mesh of all ranks with named dims, put the replicate axis into the mesh (HSDP), or pass the "
+        text += "ProcessGroup of this rank's replicas"
+        raise LayoutError(about(name, text))
     return copied(layout, copies)
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from muonmesh.comm.meeting import seconds_of_collectives
+from muonmesh.comm.rendezvous import seconds_of_collectives
 from muonmesh.errors import PlanError, explain_error
 
-_made: Counter[tuple[int, ...]] = Counter()
+_group_counts: Counter[tuple[int, ...]] = Counter()
 """Number of process groups that this process has made for each set of ranks; equal on all ranks of the set."""
 
-_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """The process groups that optimizers use, by their ranks."""
 
 
@@ -34,9 +34,9 @@ def group_of(ranks: Sequence[int], candidates: Sequence[dist.ProcessGroup]) -> d
         if candidate is not None and sorted(dist.get_process_group_ranks(candidate)) == sorted(ranks):
             return candidate
     key = tuple(sorted(ranks))
-    if _kept.get(key) not in distributed_c10d._world.pg_map:  # there is no group, or it has been destroyed
-        _kept[key] = new_group(ranks)
-    return _kept[key]
+    if _groups.get(key) not in distributed_c10d._world.pg_map:  # there is no group, or it has been destroyed
+        _groups[key] = new_group(ranks)
+    return _groups[key]
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -49,18 +49,18 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     key, timeout = tuple(sorted(ranks)), timedelta(seconds=seconds_of_collectives())
     honest: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
     if honest is None:
-        found, needed = f"torch {torch.__version__}, which names groups in another way", "a version that muonmesh knows"
+        problem = f"torch {torch.__version__}, which names groups in another way"
         write = "Install the newest muonmesh, or pass a process group of exactly these ranks (Muon(process_group=...))"
-        raise PlanError(explain_error(f"a group of the ranks {key}", found, needed, write))
-    name = f"muonmesh {key} {_made[key]}"
-    _made[key] += 1
+        raise PlanError(explain_error(f"a group of the ranks {key}", problem, "a version that muonmesh knows", write))
+    name = f"muonmesh {key} {_group_counts[key]}"
+    _group_counts[key] += 1
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
         with _unbound():
-            made: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
+            group: dist.ProcessGroup = dist.new_group(key, timeout, backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = honest
-    return made
+    return group
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def device_without_parameters() -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True) if world_size() > 1 else None
     if accelerator is not None:
-        backends = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
+        backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
         if backends.get(accelerator.type, "gloo") != "gloo":
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")

@@ -13,24 +13,29 @@ when it begins to travel, and frees it as early as possible.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from muonmesh.comm.passage import CopyPairs, Passage
-from muonmesh.comm.views import Elements
-from muonmesh.comm.wire import Swap
-from muonmesh.comm.work import Batching, Local
+from muonmesh.comm.communicator import AllToAll
+from muonmesh.comm.packed_all_to_all import CopyPairs, PackedAllToAll
+from muonmesh.comm.step_callbacks import Batching, LocalBatch
+from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.routes import Leg, Routes
+from muonmesh.layout.plan import Routes
 from muonmesh.numerics.kernels.threads import scratch
 
-Batch = tuple[Tensor, Tensor, tuple[int, ...]]
-"""Matrices (b, rows, cols), the tensor for their results, and their assignments."""
+Shapes = tuple[tuple[int, int, int], ...]
+"""The shapes of a batch of matrices, (b, rows, cols) each."""
+
+Batch = tuple[Tensor, Tensor, tuple[int, ...], Shapes]
+"""Matrices one after the other, memory for their results, their assignments and their shapes."""
 
 Portion = tuple[tuple[int, ...], Elements, Sequence[Batch]]
 """Assignments whose gradients are folded now, the elements to read, and at most one batch."""
@@ -45,7 +50,7 @@ class Stage:
         name: Its name in errors, with the number of its bucket in the plan.
         moving: The assignments whose matrices need a transfer.
         local: Local matrices that are computed in this stage, those of one task together.
-        passage: The transfer to the owners.
+        to_owners: The transfer to the owners.
         gathers: Whether anything travels to the owners.
         back: The exchanges in which the results travel back; none if nothing travels.
         fits: Whether there is memory for all copies of the results in one exchange.
@@ -54,7 +59,8 @@ class Stage:
         reads: The pieces whose momentum this rank stores. Their buffers are this rank's ``batches``, and then the send
             buffer; pieces that this rank does not send are in no buffer.
         staying: The pieces that this rank writes straight from the results of its ``batches``.
-        batches, shapes: The assignments that this rank orthogonalizes, those of one task together, and their shapes.
+        batches, shapes: The assignments that this rank orthogonalizes, those of one task together, and the shapes of
+            each task.
         portions: If nothing is gathered, on a device, gradients are read only when they are needed: for each batch the
             assignments that are folded with it, and their table. Else empty.
     """
@@ -62,22 +68,22 @@ class Stage:
     number: int
     name: str
     moving: tuple[int, ...]
-    local: Sequence[Local]
-    passage: Passage
+    local: Sequence[LocalBatch]
+    to_owners: PackedAllToAll
     gathers: bool
-    back: Sequence[Passage]
+    back: Sequence[PackedAllToAll]
     fits: bool
     first: int
     summed: Mapping[int, int]
     reads: PieceTable
     staying: PieceTable
     batches: Sequence[tuple[int, ...]]
-    shapes: Sequence[tuple[int, int]]
+    shapes: Sequence[Shapes]
     portions: Sequence[tuple[tuple[int, ...], PieceTable]]
 
     @property
     def _sizes(self) -> list[int]:
-        return [len(batch) * math.prod(shape) for batch, shape in zip(self.batches, self.shapes, strict=True)]
+        return [_numel(shapes) for shapes in self.shapes]
 
     @property
     def numel(self) -> int:
@@ -85,17 +91,14 @@ class Stage:
         return sum(self._sizes)
 
     def assembled(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """Return the batches as adjacent views of ``memory``, each (b, rows, cols)."""
-        parts = torch.split(memory[: self.numel], self._sizes)
-        return tuple(part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        """Return the memory of each batch, adjacent views of ``memory``."""
+        return torch.split(memory[: self.numel], self._sizes)
 
     def by_assignment(self, buffers: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return each matrix, a view of its batch, by assignment."""
-        return {
-            number: matrix
-            for batch, buffer in zip(self.batches, buffers, strict=True)
-            for number, matrix in zip(batch, buffer.unbind(), strict=True)
-        }
+        """Return each matrix, a view of the memory of its batch, by assignment."""
+        batches = zip(buffers, self.shapes, strict=True)
+        views = [view for buffer, shapes in batches for equal in by_shape(buffer, shapes) for view in equal.unbind()]
+        return dict(zip(itertools.chain.from_iterable(self.batches), views, strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,11 @@ class Gather:
         reads: The pieces that this rank stores, with their target: this rank's matrices, or the send buffer.
         swap: The collective; None if nothing travels.
         arriving: The copies from the receive buffer into the matrices.
-        matrices: The matrices that this rank orthogonalizes, equal matrices together: (b, rows, cols) each.
+        matrices: The matrices that this rank orthogonalizes, those of each batch one after the other.
     """
 
     reads: Elements
-    swap: Swap | None
+    all_to_all: AllToAll | None
     arriving: CopyPairs
     matrices: tuple[Tensor, ...]
 
@@ -128,7 +131,7 @@ class Scatter:
     """
 
     leaving: CopyPairs
-    swap: Swap
+    all_to_all: AllToAll
     arrived: Elements
     again: bool
     last: bool
@@ -146,11 +149,11 @@ class Schedule:
         peers: All ranks of the plan, in the order of their process group.
         dtype: The dtype of wire buffers and matrices.
         device: The device of wire buffers and matrices.
-        batching: How many equal matrices one task computes.
+        batching: Which matrices one task computes.
 
     Attributes:
         stages: The stages, in their order.
-        left: Local matrices after the last stage, those of one task together.
+        trailing: Local matrices after the last stage, those of one task together.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Schedule:
         batching: Batching | None = None,
     ) -> None:
         batching = batching or Batching()
-        self.stages, self.left = stages_of(plan, rank, peers, batching, on_device=device.type != "cpu")
+        self.stages, self.trailing = stages_of(plan, rank, peers, batching, on_device=device.type != "cpu")
         self._dtype, self._device = dtype, device
 
     def gather(self, stage: Stage) -> Gather:
@@ -171,28 +174,30 @@ class Schedule:
         matrices = stage.assembled(self._memory("gathered matrices", stage.number, stage.numel))
         if not stage.gathers:
             return Gather(Elements(stage.reads, matrices), None, (), matrices)
-        passage = stage.passage
-        send = self._memory("gather.send", stage.number, passage.sends)
-        receive = self._memory("gather.receive", stage.number, passage.receives)
-        swap = passage.swap(f"the gather of {stage.name}", send, receive)
-        arriving = passage.copies(stage.by_assignment(matrices), swap.receive)
-        return Gather(Elements(stage.reads, (*matrices, swap.send)), swap, arriving, matrices)
+        packed = stage.to_owners
+        send = self._memory("gather.send", stage.number, packed.sends)
+        receive = self._memory("gather.receive", stage.number, packed.receives)
+        all_to_all = packed.all_to_all(f"the gather of {stage.name}", send, receive)
+        arriving = packed.copies(stage.by_assignment(matrices), all_to_all.receive)
+        return Gather(Elements(stage.reads, (*matrices, all_to_all.send)), all_to_all, arriving, matrices)
 
     def portions(self, stage: Stage) -> Iterator[Portion]:
         """Yield the portions of a stage with the pieces that are read into its batch, in memory of its own."""
-        batches = list(zip(stage.batches, stage.shapes, strict=True))
         for number, (numbers, table) in enumerate(stage.portions):
-            some = [(*self._pair(len(batch), shape), batch) for batch, shape in batches[number : number + 1]]
-            yield numbers, Elements(table, [x for x, _, _ in some]), some
+            yield numbers, *self._in_memory(table, stage, number)  # this generator keeps none of the memory alive
 
-    def _pair(self, count: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        x, out = (torch.empty(count, *shape, dtype=self._dtype, device=self._device) for _ in range(2))
-        return x, out
+    def _in_memory(self, table: PieceTable, stage: Stage, number: int) -> tuple[Elements, Sequence[Batch]]:
+        """Return the elements of a table, and batch ``number`` of a stage, if there is one, in new memory."""
+        batches = []
+        for batch, shapes in [*zip(stage.batches, stage.shapes, strict=True)][number : number + 1]:
+            x, out = (torch.empty(_numel(shapes), dtype=self._dtype, device=self._device) for _ in range(2))
+            batches.append((x, out, batch, shapes))
+        return Elements(table, [x for x, *_ in batches]), batches
 
     def batches(self, stage: Stage, matrices: Sequence[Tensor]) -> tuple[Batch, ...]:
         """Return the batches of a gathered stage, with buffers for their results."""
         results = stage.assembled(self._memory("gathered results", stage.number, stage.numel))
-        return tuple(zip(matrices, results, stage.batches, strict=True))
+        return tuple(zip(matrices, results, stage.batches, stage.shapes, strict=True))
 
     def scatter(
         self,
@@ -211,22 +216,22 @@ class Schedule:
             received: The receive buffer of the previous exchange of the stage, whose results may be passed on.
             sent: The send buffer of the previous exchange, if this one sends the same elements `again`.
         """
-        passage, *later = stage.back[index:]
-        receive = self._memory("scatter.receive", stage.first + index, passage.receives)
-        send = self._memory("scatter.send", 0, passage.sends) if sent is None else sent
-        told = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
-        swap = passage.swap(f"the scatter of {stage.name}{told}", send, receive)
-        copies = passage.copies(stage.by_assignment(results), swap.send) if results and sent is None else ()
+        packed, *later = stage.back[index:]
+        receive = self._memory("scatter.receive", stage.first + index, packed.receives)
+        send = self._memory("scatter.send", 0, packed.sends) if sent is None else sent
+        suffix = f", exchange {index + 1} of {len(stage.back)}" if len(stage.back) > 1 else ""
+        all_to_all = packed.all_to_all(f"the scatter of {stage.name}{suffix}", send, receive)
+        copies = packed.copies(stage.by_assignment(results), all_to_all.send) if results and sent is None else ()
         leaving = tuple((wire, matrix) for matrix, wire in copies)
         if received is not None:
-            leaving += passage.passed_on(stage.back[index - 1], received, swap.send)
-        again = bool(later) and later[0].sends_as(passage)
-        last = not any(one.copies_results and not one.sends_as(passage) for one in later)
-        return Scatter(leaving, swap, Elements(passage.arriving, (swap.receive,)), again, last)
+            leaving += packed.passed_on(stage.back[index - 1], received, all_to_all.send)
+        again = bool(later) and later[0].sends_as(packed)
+        last = not any(following.copies_results and not following.sends_as(packed) for following in later)
+        return Scatter(leaving, all_to_all, Elements(packed.arriving, (all_to_all.receive,)), again, last)
 
-    def _memory(self, role: str, turn: int, numel: int) -> Tensor:
+    def _memory(self, role: str, number: int, numel: int) -> Tensor:
         """Return memory for a bucket or an exchange; even turns share one buffer on a CPU, odd turns another."""
-        return scratch(f"{role} {turn % 2}", (numel,), dtype=self._dtype, device=self._device)
+        return scratch(f"{role} {number % 2}", (numel,), dtype=self._dtype, device=self._device)
 
 
 # ------------------------------------------------------------------ how it is worked out
@@ -234,7 +239,7 @@ class Schedule:
 
 def stages_of(
     plan: Plan, rank: int, peers: Sequence[int], batching: Batching, *, on_device: bool = False
-) -> tuple[list[Stage], list[Local]]:
+) -> tuple[list[Stage], list[LocalBatch]]:
     """Return a stage for each bucket with transfers, and the local matrices after the last bucket.
 
     Each stage has the local matrices before it.
@@ -242,84 +247,89 @@ def stages_of(
     stages, first, waiting = list[Stage](), 0, list[int]()
     for number, bucket in enumerate(plan.buckets):
         moving = tuple(index for index in bucket if plan.moves(index))
-        own = dict.fromkeys(index for index in bucket if plan.assignments[index].owner == rank)
-        waiting += [index for index in own if not plan.moves(index)]
+        owned = dict.fromkeys(index for index in bucket if plan.assignments[index].owner == rank)
+        waiting += [index for index in owned if not plan.moves(index)]
         if moving:
-            there, back = _ways(plan, number, rank, moving)
-            passage, gathers = Passage("gather", there, rank, peers), plan.gathers(number)
-            exchanges = [Passage("scatter", back.only(n), rank, peers, own) for n in range(plan.exchanges(number))]
-            batches = _batches(plan, [index for index in own if plan.moves(index)], batching)
+            gather_routes, back = _routes(plan, number, rank, moving)
+            packed, gathers = PackedAllToAll("gather", gather_routes, rank, peers), plan.gathers(number)
+            exchanges = [
+                PackedAllToAll("scatter", back.only(n), rank, peers, owned) for n in range(plan.exchanges(number))
+            ]
+            batches = _batches(plan, [index for index in owned if plan.moves(index)], batching)
             places = _places(plan, batches)
-            reads = _in_matrices(there.stored.get(rank, ()), places) + passage.on_wire(len(batches))
-            reads += () if there is back else _not_sent(plan, rank, moving, reads)
-            what = len(stages), f"bucket {number}", moving, _local(plan, rank, waiting, batching), passage, gathers
-            scatter = exchanges, plan.fits(number), first, plan.summed(moving)
+            reads = _in_matrices(gather_routes.stored.get(rank, ()), places) + packed.on_wire(len(batches))
+            reads += () if gather_routes is back else _not_sent(plan, rank, moving, reads)
+            local = _local(plan, rank, waiting, batching)
+            gather_fields = len(stages), f"bucket {number}", moving, local, packed, gathers
+            scatter_fields = exchanges, plan.fits(number), first, plan.summed(moving)
             tables = PieceTable(tuple(reads)), PieceTable(tuple(_in_matrices(back.stored.get(rank, ()), places)))
-            shapes = [plan.assignments[batch[0]].matrix.shape for batch in batches]
-            late = _portions(moving, tables[0], batches) if on_device and not gathers else ()
-            stages.append(Stage(*what, *scatter, *tables, batches, shapes, late))
+            shapes = [plan.shapes(batch) for batch in batches]
+            portions = _portions(moving, tables[0], batches) if on_device and not gathers else ()
+            stages.append(Stage(*gather_fields, *scatter_fields, *tables, batches, shapes, portions))
             first, waiting = first + len(exchanges), []
     return stages, _local(plan, rank, waiting, batching)
 
 
 def _batches(plan: Plan, numbers: Sequence[int], batching: Batching, *, stays: bool = False) -> list[tuple[int, ...]]:
     """Return matrices that this rank owns, those that one task computes together."""
-    found = list[tuple[int, ...]]()
-    for alike in plan.alike(numbers):
-        size = batching.at_once(alike[0], len(alike), stays=stays)
-        found += [alike[start : start + size] for start in range(0, len(alike), size)]
-    return found
+    return plan.batches(numbers, partial(batching.batch_size, stays=stays), batching.joins)
 
 
 def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     """Return the number of the batch of each matrix, and its place there."""
-    return {
-        index: (buffer, place * plan.assignments[index].matrix.numel)
-        for buffer, batch in enumerate(batches)
-        for place, index in enumerate(batch)
-    }
+    places = {}
+    for buffer, batch in enumerate(batches):
+        sizes = [plan.assignments[index].matrix.numel for index in batch]
+        starts = itertools.accumulate(sizes, initial=0)
+        places.update({index: (buffer, start) for index, start in zip(batch, starts, strict=False)})
+    return places
 
 
-def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[Local]:
+def _numel(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) -> list[LocalBatch]:
     """Return local matrices, those of one task together."""
-    found = []
+    batches = []
     for batch in _batches(plan, numbers, batching, stays=True):
         places = _places(plan, [batch])
-        ways = ([leg for number in batch for leg in plan.legs(number, rank, gather=way)] for way in (True, False))
-        reads, writes = (PieceTable(tuple(_in_matrices(legs, places))) for legs in ways)
-        shape = plan.assignments[batch[0]].matrix.shape
-        found.append(Local(batch, shape, plan.summed(batch), reads, writes))
-    return found
+        reads, writes = (
+            PieceTable(tuple(_in_matrices([row for n in batch for row in plan.rows(n, rank, gather=gather)], places)))
+            for gather in (True, False)
+        )
+        batches.append(LocalBatch(batch, plan.shapes(batch), plan.summed(batch), reads, writes))
+    return batches
 
 
 def _portions(
     moving: Sequence[int], reads: PieceTable, batches: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, ...], PieceTable]]:
     """Return the `Stage.portions`; the first one also has the matrices of other owners."""
-    own = {number for batch in batches for number in batch}
-    others = tuple(number for number in moving if number not in own)
-    found = []
+    owned = {number for batch in batches for number in batch}
+    others = tuple(number for number in moving if number not in owned)
+    portions = []
     for batch in batches or [()]:
-        some = dict.fromkeys((*batch, *others))
-        rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in some)
-        found.append((tuple(some), PieceTable(tuple(rows))))
+        assignments = dict.fromkeys((*batch, *others))
+        rows = (replace(row, buffer=min(row.buffer, 0)) for row in reads.rows if row.assignment in assignments)
+        portions.append((tuple(assignments), PieceTable(tuple(rows))))
         others = ()
-    return found
+    return portions
 
 
-def _ways(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
+def _routes(plan: Plan, bucket: int, rank: int, numbers: Sequence[int]) -> tuple[Routes, Routes]:
     """Return the routes of a rank to the owners of some matrices, and back; one object if they are the same."""
-    there = plan.routes(bucket, rank, gather=True, numbers=numbers)
-    return there, there if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
+    to_owners = plan.routes(bucket, rank, gather=True, numbers=numbers)
+    return to_owners, to_owners if plan.returns(numbers) else plan.routes(bucket, rank, gather=False, numbers=numbers)
 
 
-def _in_matrices(legs: Sequence[Leg], places: Mapping[int, tuple[int, int]]) -> list[Row]:
-    """Return the rows of the legs of some matrices of this rank, from the buffer and the place of each matrix."""
-    return [Row.in_matrix(leg, *places[leg.assignment]) for leg in legs if leg.assignment in places]
+def _in_matrices(rows: Sequence[Row], places: Mapping[int, tuple[int, int]]) -> list[Row]:
+    """Return rows in the matrices of this rank, from the buffer and the place of each matrix."""
+    return [row.in_matrix(*places[row.assignment]) for row in rows if row.assignment in places]
 
 
 def _not_sent(plan: Plan, rank: int, moving: Sequence[int], reads: Sequence[Row]) -> list[Row]:
     """Return rows for the other pieces whose momentum this rank stores: those that another replica sends."""
-    known = {(row.assignment, row.piece) for row in reads}
-    legs = (leg for number in moving for leg in plan.legs(number, rank, gather=True))
-    return [Row.in_matrix(leg, NOWHERE, 0) for leg in legs if (leg.assignment, leg.piece) not in known]
+    sent = {(row.assignment, row.piece) for row in reads}
+    rows = (row for number in moving for row in plan.rows(number, rank, gather=True))
+    return [row.in_matrix(NOWHERE, 0) for row in rows if (row.assignment, row.piece) not in sent]

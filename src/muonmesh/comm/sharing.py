@@ -45,8 +45,8 @@ def sharded_over_replicas(storage: Storage, group: dist.ProcessGroup | None, dev
     outside = len(layout.mesh) - mesh.ndim  # axes of copies that the tensor's own mesh does not have
     if outside:
         peers = sorted(layout.ranks[layout.ranks.index(this_rank()) % mesh.size() :: mesh.size()])
-        known = [g for g in (group, *root_of(mesh).get_all_groups()) if g is not None]
-        if (other := next((g for g in known if sorted(dist.get_process_group_ranks(g)) == peers), None)) is not None:
+        groups = [g for g in (group, *root_of(mesh).get_all_groups()) if g is not None]
+        if (other := next((g for g in groups if sorted(dist.get_process_group_ranks(g)) == peers), None)) is not None:
             grid = torch.tensor(layout.ranks, dtype=torch.int64, device="cpu").view(layout.mesh)
             groups, names = [other, *mesh.get_all_groups()], tuple(map(str, range(grid.ndim)))
             mesh = DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=names)
@@ -72,19 +72,19 @@ def _shard_for(
     def cuts(dim: int, axes: range) -> list[int]:
         return [sizes[i] for i in axes if getattr(placements[i], "dim", None) == dim]
 
-    left, right = range(axis), range(axis + 1, len(sizes))
+    before, right = range(axis), range(axis + 1, len(sizes))
     free = [dim for dim in range(len(shape)) if not cuts(dim, right)]
     if free:
-        return TorchShard(max(free, key=lambda dim: shape[dim] // math.prod(cuts(dim, left))))
+        return TorchShard(max(free, key=lambda dim: shape[dim] // math.prod(cuts(dim, before))))
     strided = any(getattr(placement, "split_factor", None) is not None for placement in placements)
     for dim, size in enumerate(shape):
         later = math.prod(cuts(dim, right))
-        if not strided and not cuts(dim, left) and size % (later * sizes[axis]) == 0:
+        if not strided and not cuts(dim, before) and size % (later * sizes[axis]) == 0:
             return _StridedShard(dim, split_factor=later)
     return placements[axis]
 
 
-def restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
+def restricted(local: Tensor, storage: Storage, momentum: Storage) -> Tensor:
     """Return the elements of a local tensor whose momentum this rank stores, in the order of the momentum.
 
     If replicas share the momentum (``shard_state``), each replica has the whole gradient of its shard and keeps the
@@ -93,15 +93,15 @@ def restricted(local: Tensor, storage: Storage, place: Storage) -> Tensor:
     Args:
         local: The gradient in the layout of ``storage``, contiguous.
         storage: The storage of the parameter.
-        place: The storage of its momentum. On this rank its elements are a part of the elements of ``storage``.
+        momentum: The storage of its momentum. On this rank its elements are a part of the elements of ``storage``.
     """
     assert storage.layout is not None
-    assert place.layout is not None  # only AdamW steps parameters without a known layout
-    own = torch.zeros(local_shape(place), dtype=local.dtype, device=local.device)
-    for target in place.layout.blocks(this_rank()):
+    assert momentum.layout is not None  # only AdamW steps parameters without a known layout
+    values = torch.zeros(local_shape(momentum), dtype=local.dtype, device=local.device)
+    for target in momentum.layout.blocks(this_rank()):
         for block in storage.layout.blocks(this_rank()):
             shared = overlap(block, target)  # ``matrix_*`` of this Piece are places in the momentum
             if shared is not None:
-                into = own.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start)
+                into = values.as_strided(shared.shape, shared.matrix_strides, shared.matrix_start)
                 into.copy_(view_in_storage(local, shared))
-    return own
+    return values

@@ -71,8 +71,8 @@ class Storage:
             inner = MeshLayout(self.shape, (), copies[0], ())
         return replace(self, layout=copied(inner, copies))
 
-    def companion(self, layout: Layout) -> Storage:
-        """Return the Storage of a companion (`muonmesh.layout.companion`) of the parameter with this storage."""
+    def factored(self, layout: Layout) -> Storage:
+        """Return the Storage of a factored state (`FactoredState`) of the parameter with this storage."""
         return Storage(layout, layout.shape, self.mesh, self.placements)
 
     @property
@@ -90,7 +90,7 @@ class Storage:
         if not isinstance(self.layout, FlatShards):
             return (local,)
         flat = local.reshape(-1)
-        return [flat[start : start + length] for _, length, start in self.layout.held(this_rank())]
+        return [flat[start : start + length] for _, length, start in self.layout.intervals_of(this_rank())]
 
 
 def local_shape(storage: Storage) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from muonmesh.layout import Piece
@@ -40,6 +42,14 @@ class Elements:
     def __iter__(self) -> Iterator[tuple[Row, Tensor]]:
         """Iterate over the rows that are in a buffer, with their views."""
         return ((row, view) for row in self.table.rows if (view := self.view(row)) is not None)
+
+
+def by_shape(buffer: Tensor, shapes: Sequence[tuple[int, int, int]]) -> tuple[Tensor, ...]:
+    """Return the batches of matrices that follow each other in a buffer, a view for each shape (b, rows, cols)."""
+    if len(shapes) == 1:
+        return (buffer.view(shapes[0]),)
+    parts = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def in_buffer(buffer: Tensor, row: Row) -> Tensor:

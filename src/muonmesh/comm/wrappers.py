@@ -16,7 +16,7 @@ from muonmesh.errors import LayoutError, about, explain_error
 
 Living = TypeVar("Living")
 
-_left: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_averaging_sources: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 """For each wrapper, the number of gradient sources that average in its place."""
 
 
@@ -40,17 +40,17 @@ def average_instead(source: object, model: nn.Module) -> None:
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         if inner.static_graph:
-            what = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
-            raise ValueError(about("gradients='to_owners'", what + "to muonmesh. Leave out static_graph"))
+            text = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
+            raise ValueError(about("gradients='to_owners'", text + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
-        _left[inner] = _left.get(inner, 0) + 1
+        _averaging_sources[inner] = _averaging_sources.get(inner, 0) + 1
         weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
 
 
 def _resume(wrapper: weakref.ref[DistributedDataParallel]) -> None:
     if (inner := wrapper()) is not None:
-        _left[inner] -= 1
-        inner.require_backward_grad_sync = not _left[inner]
+        _averaging_sources[inner] -= 1
+        inner.require_backward_grad_sync = not _averaging_sources[inner]
 
 
 def living(kind: type[Living]) -> list[Living]:
@@ -60,14 +60,15 @@ def living(kind: type[Living]) -> list[Living]:
     a ``gc.freeze()`` are not found.
     """
     # Not isinstance: it reads the __class__ of some objects, and deprecated objects then give a warning.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
 
 
 def wrappers_of(tensors: Collection[Tensor]) -> tuple[weakref.ref[DistributedDataParallel], ...]:
     """Return the existing DistributedDataParallel wrappers that hold some of these parameters; see `living`."""
-    ours = set(map(id, tensors))
-    some = [each for each in living(DistributedDataParallel) if any(id(p) in ours for p in each.module.parameters())]
-    return tuple(map(weakref.ref, some))
+    identities = set(map(id, tensors))
+    wrappers = living(DistributedDataParallel)
+    holding = [w for w in wrappers if any(id(p) in identities for p in w.module.parameters())]
+    return tuple(map(weakref.ref, holding))
 
 
 def refuse_join(wrappers: Iterable[weakref.ref[DistributedDataParallel]]) -> None:
@@ -82,18 +83,18 @@ def refuse_join(wrappers: Iterable[weakref.ref[DistributedDataParallel]]) -> Non
     for wrapper in wrappers:
         config = getattr(wrapper(), "_join_config", None)
         if config is not None and config.enable and not config.throw_on_early_termination:
-            found = "torch.distributed.algorithms.join.Join, in which ranks without data take no steps"
+            problem = "torch.distributed.algorithms.join.Join, in which ranks without data take no steps"
             write = "Write Join([model], throw_on_early_termination=True), or give every rank as many batches"
             needed = "all ranks in every step, because each owns some of the matrices"
-            raise LayoutError(explain_error("DistributedDataParallel", found, needed, write))
+            raise LayoutError(explain_error("DistributedDataParallel", problem, needed, write))
 
 
 def layers_of(optimizer: Any) -> Iterator[Any]:
     """Yield an optimizer and, if it is a wrapper or an engine, each inner optimizer in turn."""
-    seen: list[Any] = []
-    while optimizer is not None and not any(optimizer is other for other in seen):
+    layers: list[Any] = []
+    while optimizer is not None and not any(optimizer is other for other in layers):
         yield optimizer
-        seen.append(optimizer)
+        layers.append(optimizer)
         names = ("basic_optimizer", "optimizer", "_optimizer", "init_optimizer")
         optimizer = next((getattr(optimizer, key) for key in names if getattr(optimizer, key, None) is not None), None)
 
@@ -114,25 +115,25 @@ def group_that_averages(tensors: Mapping[str, Tensor]) -> dist.ProcessGroup | No
         LayoutError: wrappers hold some of the parameters but not all plain tensors among them, or the wrappers of two
             parameters have groups of different ranks.
     """
-    found: dict[int, dist.ProcessGroup] = {}
+    group_of: dict[int, dist.ProcessGroup] = {}
     for wrapper in living(DistributedDataParallel):
         left_out = wrapper.parameters_to_ignore
         averaged = (p for name, p in wrapper.module.named_parameters() if name not in left_out)
-        found |= {id(parameter): wrapper.process_group for parameter in averaged}
-    held = {name: found[id(tensor)] for name, tensor in tensors.items() if id(tensor) in found}
-    if not held:
+        group_of |= {id(parameter): wrapper.process_group for parameter in averaged}
+    averaging = {name: group_of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in group_of}
+    if not averaging:
         return None
-    first, group = next(iter(held.items()))
+    first, group = next(iter(averaging.items()))
     ranks = dist.get_process_group_ranks(group)
     for name, tensor in tensors.items():
-        if name not in held:
+        if name not in averaging:
             if isinstance(tensor, DTensor):
                 continue
-            what = f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
-            what += 'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
-            what += "out of the param groups"
-            raise LayoutError(about(name, what))
-        other = dist.get_process_group_ranks(held[name])
+            text = f"No DistributedDataParallel averages this plain tensor, while one averages {first}. If your loop "
+            text += 'averages its gradient over all ranks, write Muon(..., process_group="world"). Otherwise leave it '
+            text += "out of the param groups"
+            raise LayoutError(about(name, text))
+        other = dist.get_process_group_ranks(averaging[name])
         if other != ranks:
             found_ranks = f"a DistributedDataParallel of ranks {other}, while that of {first} has ranks {ranks}"
             write = "Give each its own optimizer, or pass gradients= with a GradientSource whose group() returns them"

@@ -19,6 +19,7 @@ Kind = Literal["matrices", "embeddings", "head", "vectors"]
 # Wrapper classes with the wrapped model in the child "module" (other modules may have a child of this name too). They
 # are listed by name, because Megatron, DeepSpeed and apex have such classes too.
 _HOLDS_MODULE = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "AveragedModel", "Float16Module"}
+_HOLDS_MODULE |= {"FullyShardedDataParallel", "MegatronFSDP"}  # of Megatron; torch's first names its child otherwise
 
 
 @dataclass(frozen=True)

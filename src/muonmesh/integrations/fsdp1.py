@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate as TorchReplicate
 
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout
+from muonmesh.layout import Declared, FlatShards, Interval, MeshLayout, Replicate
 from muonmesh.names import canonical_name
 
 
@@ -40,9 +40,9 @@ def declared_layouts(model: nn.Module) -> dict[str, Declared]:
     """
     wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
     if not wrappers:
-        found = "no module wrapped by FullyShardedDataParallel"
+        problem = "no module wrapped by FullyShardedDataParallel"
         write = "Pass what FullyShardedDataParallel(model, use_orig_params=True) returns; fully_shard needs no layouts"
-        raise ValueError(explain_error("declared_layouts", found, "a model under FSDP1", write))
+        raise ValueError(explain_error("declared_layouts", problem, "a model under FSDP1", write))
     names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
     layouts: dict[str, Declared] = {}
     for wrapper in wrappers:
@@ -55,28 +55,25 @@ def _of_handle(wrapper: FullyShardedDataParallel, handle: Any, names: dict[int, 
     """Return the layouts of the parameters in one flat buffer."""
     flat = handle.flat_param
     if flat._params is None:
-        found, needed = "one flat parameter instead of them", "views of it, one for each of them"
+        problem, needed = "one flat parameter instead of them", "views of it, one for each of them"
         write = "Write FullyShardedDataParallel(..., use_orig_params=True), or shard with fully_shard"
-        raise LayoutError(explain_error(", ".join(flat._fqns), found, needed, write))
+        raise LayoutError(explain_error(", ".join(flat._fqns), problem, needed, write))
     group = wrapper.process_group
     assert group is not None
-    sharing = tuple(dist.get_process_group_ranks(group))
+    sharing = dist.get_process_group_ranks(group)
     if not handle.uses_sharded_strategy:
         mesh = DeviceMesh.from_group(group, handle.device.type)
-        return {names[id(p)]: (mesh, [Replicate()]) for p in flat._params}
+        return {names[id(p)]: (mesh, [TorchReplicate()]) for p in flat._params}
     # HYBRID_SHARD: another group of ranks is this group, shifted by the distance from this rank to its peer there.
     copies, me = getattr(wrapper, "_inter_node_pg", None), this_rank()
     peers = [me] if copies is None else dist.get_process_group_ranks(copies)
-    replicas = tuple(tuple(rank + peer - me for rank in sharing) for peer in peers)
-    ranks = tuple(rank for replica in replicas for rank in replica)
-    size = flat._sharded_size.numel()
-    borders = [(size * place, size * (place + 1)) for place in range(len(sharing))]
+    ranks = tuple(rank + peer - me for peer in peers for rank in sharing)
     places = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
-    offsets = [place for place, is_padding in places if not is_padding]
+    offsets = [ends for ends, is_padding in places if not is_padding]
     layouts: dict[str, Declared] = {}
     for parameter, shape, (first, last) in zip(flat._params, flat._shapes, offsets, strict=True):
-        whole = Interval(0, last + 1 - first, first)
-        held = [(whole.part(*border)._replace(start=0),) for border in borders] * len(replicas)
-        within = MeshLayout.replicated(tuple(shape), ranks)
-        layouts[names[id(parameter)]] = FlatShards(within, tuple(held), replicas=replicas)
+        within = MeshLayout(tuple(shape), (len(peers), len(sharing)), ranks, (Replicate(), Replicate()))
+        layouts[names[id(parameter)]] = FlatShards.in_buffer(
+            within, [1], Interval(0, last + 1 - first, first), flat._sharded_size.numel() * len(sharing)
+        )
     return layouts

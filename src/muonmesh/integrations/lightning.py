@@ -58,8 +58,8 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
             ValueError: the Trainer's ``gradient_clip_algorithm`` is "value".
         """
         if gradient_clip_algorithm not in (None, "norm"):  # an enumeration of strings
-            found, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
-            raise ValueError(explain_error("Trainer", found, needed, 'Write gradient_clip_algorithm="norm"'))
+            problem, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
+            raise ValueError(explain_error("Trainer", problem, needed, 'Write gradient_clip_algorithm="norm"'))
         if gradient_clip_val or self.muon_clip:
             # Lightning unscales only for optimizers whose step cannot, which it reads off `_step_supports_amp_scaling`.
             if (scaler := getattr(self.trainer.precision_plugin, "scaler", None)) is not None:
@@ -88,8 +88,8 @@ class MuonMetrics(Callback):  # type: ignore[misc]  # lightning is not checked w
         """
         for optimizer in trainer.optimizers:
             if not isinstance(optimizer, Muon):
-                found, write = f"an optimizer {type(optimizer).__name__}", "Derive the module from MuonModule"
-                raise TypeError(explain_error("MuonMetrics", found, "muonmesh.Muon", write))
+                problem, write = f"an optimizer {type(optimizer).__name__}", "Derive the module from MuonModule"
+                raise TypeError(explain_error("MuonMetrics", problem, "muonmesh.Muon", write))
             optimizer.metrics()
         self._measured = trainer.global_step
 
@@ -122,8 +122,8 @@ def from_model(host: Fabric | Trainer, model: nn.Module, lr: float = 3e-4, **set
     """
     kind = type(host.strategy).__name__
     if kind == "DeepSpeedStrategy":
-        found, needed = kind, "a strategy that keeps parameters whole or makes DTensors of them"
+        problem, needed = kind, "a strategy that keeps parameters whole or makes DTensors of them"
         write = "Write muonmesh.integrations.deepspeed.initialize(model=model, config=...) in a loop of your own"
-        raise ValueError(explain_error("the strategy", found, needed, write))
+        raise ValueError(explain_error("the strategy", problem, needed, write))
     group = ("world" if host.world_size > 1 else "local") if world_size() > 1 else None
     return core_from_model(model, lr, **{"process_group": group, **settings})

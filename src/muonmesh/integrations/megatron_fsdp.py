@@ -8,7 +8,6 @@ it: v1 in ``orig_param._gbuf``, and v2 in the ``main_weight.layout`` of ``_mfsdp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,33 +29,25 @@ def read_layout(name: str, tensor: Tensor) -> Layout | None:
     """
     if not isinstance(tensor, DTensor) or not (hasattr(tensor, _OF_V1) or hasattr(tensor, _OF_V2)):
         return None
-    mesh, axes, given = tensor.device_mesh, [*range(tensor.device_mesh.ndim)], tensor.placements
+    mesh, axes, placements = tensor.device_mesh, [*range(tensor.device_mesh.ndim)], tensor.placements
     if (dims := getattr(tensor, _OF_V1, None)) is not None:
         axes = [axis for axis in axes if (mesh.mesh_dim_names or ())[axis] in (dims.dp_outer_dim, dims.dp_shard_dim)]
-    cut = [axis for axis in axes if isinstance(given[axis], TorchShard)]  # v2's Flat is a Shard too
+    cut = [axis for axis in axes if isinstance(placements[axis], TorchShard)]  # v2's Flat is a Shard too
     if not cut:
         return None  # whole parameters: their placements are right
-    size, whole = _place_in_buffer(tensor)
-    left = [Replicate() if axis in cut else placement for axis, placement in enumerate(given)]
-    within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, left))
-
-    def held(_: int, at: Sequence[int]) -> list[Interval]:
-        low, length = 0, size
-        for axis in reversed(cut):  # the last axis cuts first
-            length //= within.mesh[axis]
-            low += at[axis] * length
-        return [whole.part(low, low + length)._replace(start=0)]
-
-    return FlatShards.on_axes(within, cut, held)
+    interval, size = _place_in_buffer(tensor)
+    replicated = [Replicate() if axis in cut else placement for axis, placement in enumerate(placements)]
+    within = mesh_layout(mesh, tuple(tensor.shape), placements_of(name, replicated))
+    return FlatShards.in_buffer(within, cut, interval, size)
 
 
-def _place_in_buffer(tensor: Any) -> tuple[int, Interval]:
-    """Return the size of the buffer with a parameter, and the place of the parameter in it."""
+def _place_in_buffer(tensor: Any) -> tuple[Interval, int]:
+    """Return the place of a parameter in its buffer, and the size of the buffer."""
     if hasattr(tensor, _OF_V1):
-        one = tensor.orig_param
-        item = one._gbuf.item_index_map[one._item_id]
-        return one._gbuf.bucket_index.size, Interval(0, item.size, item.global_data_index)
+        parameter = tensor.orig_param
+        item = parameter._gbuf.item_index_map[parameter._item_id]
+        return Interval(0, item.size, item.global_data_index), parameter._gbuf.bucket_index.size
     group = tensor._mfsdp_parameter_group()
     layout = group.main_weight.layout
-    index = next(i for i, each in enumerate(group.fsdp_parameters) if each.sharded is tensor)
-    return layout.size, Interval(0, math.prod(layout.tensor_shapes[index]), layout.tensor_to_offset[index])
+    index = next(i for i, fsdp_parameter in enumerate(group.fsdp_parameters) if fsdp_parameter.sharded is tensor)
+    return Interval(0, math.prod(layout.tensor_shapes[index]), layout.tensor_to_offset[index]), layout.size

@@ -29,31 +29,29 @@ def read_layout(name: str, tensor: Tensor) -> tuple[Any, ...] | Layout | None:
     Raises:
         LayoutError: two placements cut the flattened tensor or one dim, or the units do not fit mesh and shape.
     """
-    given: Any = tensor
+    sharded: Any = tensor
     if isinstance(tensor, DTensor):
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
-    elif hasattr(given, "_placements") and hasattr(given, "_global_shape"):
-        mesh, placements, shape = given._mesh, given._placements, given._global_shape
+    elif hasattr(sharded, "_placements") and hasattr(sharded, "_global_shape"):
+        mesh, placements, shape = sharded._mesh, sharded._placements, sharded._global_shape
     else:
         return None
-    ragged = [
-        axis for axis, each in enumerate(placements) if hasattr(each, "local_units") or hasattr(each, "owner_rank")
-    ]
+    ragged = [axis for axis, p in enumerate(placements) if hasattr(p, "local_units") or hasattr(p, "owner_rank")]
     if not ragged:  # the core refuses the placements that it does not know
         return None if isinstance(tensor, DTensor) else (mesh, [*map(_of_torch, placements)], tuple(shape))
-    one = placements[ragged[0]]
-    cut = set(getattr(one, "dims", range(len(shape))))
-    left = [Replicate() if axis in ragged else _of_torch(each) for axis, each in enumerate(placements)]
-    if len(ragged) > 1 or any(getattr(each, "dim", None) in cut or hasattr(each, "split_factor") for each in left):
+    ragged_placement = placements[ragged[0]]
+    cut = set(getattr(ragged_placement, "dims", range(len(shape))))
+    translated = [Replicate() if axis in ragged else _of_torch(p) for axis, p in enumerate(placements)]
+    if len(ragged) > 1 or any(getattr(p, "dim", None) in cut or hasattr(p, "split_factor") for p in translated):
         needed = "one that cuts the flattened tensor, and others that cut whole dims that it leaves"
         raise LayoutError(explain_error(name, f"placements {tuple(placements)}", needed, DECLARE))
-    within = mesh_layout(mesh, tuple(shape), placements_of(name, left))
+    within = mesh_layout(mesh, tuple(shape), placements_of(name, translated))
     size = within.mesh[ragged[0]]
 
-    def held(rank: int, at: Sequence[int]) -> list[Interval]:
-        return [_of_units(name, one, within.local_shape(rank), size, at[ragged[0]])]
+    def intervals_of(rank: int, at: Sequence[int]) -> list[Interval]:
+        return [_of_units(name, ragged_placement, within.local_shape(rank), size, at[ragged[0]])]
 
-    return FlatShards.on_axes(within, ragged, held)
+    return FlatShards.on_axes(within, ragged, intervals_of)
 
 
 def _of_torch(placement: Any) -> Any:
@@ -68,10 +66,10 @@ def _of_units(name: str, placement: Any, local: tuple[int, ...], size: int, at: 
     The placement gives each coordinate a number of units (``local_units``), or gives everything to ``owner_rank``.
     """
     owner = getattr(placement, "owner_rank", None)
-    units = tuple(placement.local_units) if owner is None else tuple(int(place == owner) for place in range(size))
+    units = tuple(placement.local_units) if owner is None else tuple(int(index == owner) for index in range(size))
     inner = math.prod(local[len(placement.dims) :]) if owner is None else 1
-    each, rest = divmod(math.prod(local), sum(units) or 1)
-    if len(units) != size or sum(units) < 1 or rest or any(unit * each % (inner or 1) for unit in units):
-        found = f"placement {placement!r} on an axis of {size} ranks with {local} to cut"
-        raise LayoutError(explain_error(name, found, "a unit for each rank, each a whole part of the dims", DECLARE))
-    return Interval(sum(units[:at]) * each, units[at] * each, 0)
+    unit_size, rest = divmod(math.prod(local), sum(units) or 1)
+    if len(units) != size or sum(units) < 1 or rest or any(unit * unit_size % (inner or 1) for unit in units):
+        problem = f"placement {placement!r} on an axis of {size} ranks with {local} to cut"
+        raise LayoutError(explain_error(name, problem, "a unit for each rank, each a whole part of the dims", DECLARE))
+    return Interval(sum(units[:at]) * unit_size, units[at] * unit_size, 0)

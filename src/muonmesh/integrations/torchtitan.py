@@ -7,7 +7,6 @@ Your configuration file stays as it is. Add to the command line of torchtitan::
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchtitan.config.override import derive, override
 
 from muonmesh.build import from_model
 from muonmesh.errors import explain_error
-from muonmesh.groups import ParamGroups, Role, Site, split_params
+from muonmesh.groups import Role, Site
 from muonmesh.groups.classifiers import register
 from muonmesh.groups.parameter_sites import class_names
 from muonmesh.optimizer import Muon
@@ -47,14 +46,14 @@ class MuonContainer(OptimizersContainer):  # type: ignore[misc]  # torchtitan is
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":  # torchtitan's hook is for its own Adam and AdamW alone
-            found, needed = "implementation='fused_opt_states_bf16'", "another: it has no effect on Muon"
+            problem, needed = "implementation='fused_opt_states_bf16'", "another: it has no effect on Muon"
             write = 'Write settings={"state_dtype": "bfloat16"} for momentum in bf16'
-            raise ValueError(explain_error("OptimizersContainer.Config", found, needed, write))
+            raise ValueError(explain_error("OptimizersContainer.Config", problem, needed, write))
         self.model_parts = model_parts
         self.optimizers = [_optimizer_of(part, config.settings) for part in model_parts]
-        held = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        self._validate_params(held)
-        self._post_init(held)
+        parameters = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._validate_params(parameters)
+        self._post_init(parameters)
 
 
 class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtitan is not checked with us
@@ -72,8 +71,8 @@ class MuonMetricsProcessor(MetricsProcessor):  # type: ignore[misc]  # torchtita
         figures = dict(extra_metrics or {})
         optimizers = list(self.optimizers)
         for number, optimizer in enumerate(optimizers):
-            where = "muon" if len(optimizers) == 1 else f"muon/{number}"
-            figures |= {f"{where}/{key}": float(value) for key, value in optimizer.metrics().items()}
+            prefix = "muon" if len(optimizers) == 1 else f"muon/{number}"
+            figures |= {f"{prefix}/{key}": float(value) for key, value in optimizer.metrics().items()}
         super().log(step, *args, extra_metrics=figures, **more)
 
 
@@ -107,18 +106,7 @@ def _optimizer_of(part: nn.Module, settings: dict[str, Any]) -> Muon:
     named = {key: settings[key] for key in _DTYPES if settings.get(key, "int8") != "int8"}
     # A wrong name stays a string, so that the optimizer raises an error that names it.
     settings = {**settings, **{key: getattr(torch, str(value), value) for key, value in named.items()}}
-    known = settings.get("overrides") or {}
-    return from_model(part, **{**settings, "overrides": {**_not_heads(part, known), **known}})
-
-
-def _not_heads(part: nn.Module, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return overrides that give the last linear layer of a pipeline part to Muon if the part has no output head.
-
-    `split_params` would take that layer for the head.
-    """
-    groups: ParamGroups = split_params(part, overrides=overrides)
-    heads = [name for group in groups if group["name"] == "adamw.head" for name in group["param_names"]]
-    return {rf"^{re.escape(name)}$": "muon" for name in heads if ".layers." in f".{name}"}
+    return from_model(part, **settings)
 
 
 def torchtitan_role(site: Site) -> Role | None:
@@ -131,14 +119,14 @@ def torchtitan_role(site: Site) -> Role | None:
     if site.key != "weight" or len(site.owners) < 2:
         return None
     owner: Any = site.owners[1][1]
-    held = site.owners[0][0]
-    if held == "wqkv" and "FusedQKVLinear" in class_names(owner, "torchtitan"):
+    attribute = site.owners[0][0]
+    if attribute == "wqkv" and "FusedQKVLinear" in class_names(owner, "torchtitan"):
         group = (owner.heads_per_kv * owner.head_dim, owner.head_dim, owner.head_dim)
         return Role("muon", "matrices", "attention: q, k, v by query group", ("interleaved", group, 0))
-    if held == "wkv_a" and hasattr(owner, "kv_lora_rank"):
+    if attribute == "wkv_a" and hasattr(owner, "kv_lora_rank"):
         split = ("rows", owner.kv_lora_rank, owner.qk_rope_head_dim)
         return Role("muon", "matrices", "attention: latent, rotary key", split)
-    if held == "wkv_b" and hasattr(owner, "qk_nope_head_dim"):
+    if attribute == "wkv_b" and hasattr(owner, "qk_nope_head_dim"):
         head = (owner.qk_nope_head_dim, owner.v_head_dim)
         return Role("muon", "matrices", "attention: k, v head by head", ("interleaved", head, 0))
     return None

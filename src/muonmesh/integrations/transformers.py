@@ -60,20 +60,20 @@ class MuonFactory:
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
             raise TypeError(explain_error("MuonFactory", "no args", "the TrainingArguments, for their rates", write))
         if args.optim_args:
-            found, needed = f"optim_args={args.optim_args!r}", "settings of muonmesh.from_model, beside args"
+            problem, needed = f"optim_args={args.optim_args!r}", "settings of muonmesh.from_model, beside args"
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args, "momentum": 0.95})'
-            raise ValueError(explain_error("TrainingArguments", found, needed, write))
+            raise ValueError(explain_error("TrainingArguments", problem, needed, write))
         if args.optim not in _DEFAULTS:
-            found, needed = f"optim={OptimizerNames(args.optim).value!r} and MuonFactory", "only one optimizer"
+            problem, needed = f"optim={OptimizerNames(args.optim).value!r} and MuonFactory", "only one optimizer"
             write = "To train with muonmesh, remove optim=. To train with the other, remove optimizer_cls_and_kwargs="
-            raise ValueError(explain_error("TrainingArguments", found, needed, write))
-        given = {
+            raise ValueError(explain_error("TrainingArguments", problem, needed, write))
+        defaults = {
             "lr": args.learning_rate,
             "weight_decay": args.weight_decay,
             "adamw_betas": (args.adam_beta1, args.adam_beta2),
             "adamw_eps": args.adam_epsilon,
         }
-        return optimizer_for(model, {**given, **settings}, _scaled_by)
+        return optimizer_for(model, {**defaults, **settings}, _scaled_by)
 
 
 class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not checked with us
@@ -116,18 +116,18 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         """Take over the clipping from the Trainer, and move this callback in front of all others, loggers included."""
-        held = _optimizer_in(kwargs["optimizer"])
+        inner = _optimizer_in(kwargs["optimizer"])
         if self.clips and args.max_grad_norm:
             _logger.info(f"MuonCallback clips, so max_grad_norm is set from {args.max_grad_norm} to 0")
             args.max_grad_norm = 0.0
-        if not isinstance(held, Muon):
+        if not isinstance(inner, Muon):
             if self.metrics:
-                what = "metrics=True does not work under DeepSpeed, whose engine frees the gradients first. Remove "
-                raise ValueError(about("MuonCallback", what + "metrics=True. Learning rates are logged anyway"))
+                message = "metrics=True does not work under DeepSpeed, whose engine frees the gradients first. Remove "
+                raise ValueError(about("MuonCallback", message + "metrics=True. Learning rates are logged anyway"))
             if self.clips:
-                held.clip_by(self._limits)
+                inner.clip_by(self._limits)
         elif self.metrics:
-            held.metrics()  # from here on updates are recorded
+            inner.metrics()  # from here on updates are recorded
         for handler in living(CallbackHandler):
             if self in handler.callbacks:
                 handler.callbacks.remove(self)
@@ -135,19 +135,19 @@ class MuonCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Clip the gradients, which the Trainer has unscaled. DeepSpeed has already clipped and stepped."""
-        held = _optimizer_in(kwargs["optimizer"])
-        if self.clips and isinstance(held, Muon):
-            held.clip_grad_norm_(**asdict(self._limits))
+        inner = _optimizer_in(kwargs["optimizer"])
+        if self.clips and isinstance(inner, Muon):
+            inner.clip_grad_norm_(**asdict(self._limits))
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Mark a skipped step before the Trainer advances the schedule, and measure while the gradients exist."""
         wrapper = kwargs["optimizer"]
-        held = _optimizer_in(wrapper)
-        self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in held.param_groups}
-        if isinstance(held, Muon):
-            wrapper._is_overflow = held.skipped
+        inner = _optimizer_in(wrapper)
+        self._figures = {f"learning_rate/{group['name']}": float(group["lr"]) for group in inner.param_groups}
+        if isinstance(inner, Muon):
+            wrapper._is_overflow = inner.skipped
             if self.metrics and _logs_next(args, state):
-                self._figures |= held.metrics()
+                self._figures |= inner.metrics()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, float] | None = None, **kwargs: Any
@@ -176,10 +176,10 @@ def _optimizer_in(optimizer: Any) -> Muon | EngineOptimizer:
     inner: Any = None
     for inner in layers_of(optimizer):
         if isinstance(inner, Muon) or hasattr(inner, "clip_by"):
-            held: Muon | EngineOptimizer = inner
-            return held
-    found, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
-    raise ValueError(explain_error("MuonCallback", found, "a Trainer whose optimizer is muonmesh.Muon", write))
+            inner_optimizer: Muon | EngineOptimizer = inner
+            return inner_optimizer
+    problem, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
+    raise ValueError(explain_error("MuonCallback", problem, "a Trainer whose optimizer is muonmesh.Muon", write))
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:

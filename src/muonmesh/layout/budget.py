@@ -18,9 +18,9 @@ class Budget:
 
     A very large matrix may need more. A bucket holds E bytes of an owner's matrices. If anything is gathered, a step on
     a device holds at most 8 E: buffers to send, receive and assemble the arriving bucket; matrices, results and squares
-    of the computed bucket (`Plan.at_once`); and buffers to send and receive the leaving bucket. If replicas hold whole
-    matrices, it is 3 E: a buffer to send, and buffers to receive in two exchanges, or memory to compute in. A CPU keeps
-    all buffers twice, and each of its threads takes some memory.
+    of the computed bucket (`Plan.batch_size`); and buffers to send and receive the leaving bucket. If replicas hold
+    whole matrices, it is 3 E: a buffer to send, and buffers to receive in two exchanges, or memory to compute in. A CPU
+    keeps all buffers twice, and each of its threads takes some memory.
 
     Attributes:
         bytes: The whole budget in bytes.

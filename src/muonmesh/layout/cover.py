@@ -14,8 +14,8 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
     """Prove that storage covers each parameter exactly once per replica, and that the matrices tile it."""
     stored: list[tuple[str, Layout]] = [(other.name, other.target) for other in elementwise]
     for parameter in parameters:
-        places = [parameter.momentum_storage, parameter.target, *(each.layout for each in parameter.companions)]
-        stored += [(parameter.name, place) for place in {id(place): place for place in places}.values()]
+        layouts = [parameter.momentum_storage, parameter.target, *(s.layout for s in parameter.factored_states)]
+        stored += [(parameter.name, layout) for layout in {id(layout): layout for layout in layouts}.values()]
     for name, layout in stored:
         try:
             layout.prove_cover()
@@ -25,12 +25,12 @@ def prove(parameters: Sequence[Parameter], elementwise: Sequence[Elementwise]) -
     proved: dict[tuple[int, ...], list[tuple[Block, ...]]] = {}
     for parameter in parameters:
         tiled = [(parameter.target, parameter.matrices)]
-        tiled += [(each.layout, each.matrices) for each in parameter.companions]
+        tiled += [(state.layout, state.matrices) for state in parameter.factored_states]
         for layout, matrices in tiled:
             blocks = [matrix.blocks for matrix in matrices]
             if proved.get(layout.shape) != blocks:  # layers are alike
                 try:
-                    _prove_tiling([block.region for some in blocks for block in some], layout.shape)
+                    _prove_tiling([block.region for matrix_blocks in blocks for block in matrix_blocks], layout.shape)
                 except LayoutError as error:
                     needed, write = "matrices that cover it exactly once", "Correct its matrices"
                     raise LayoutError(explain_error(parameter.name, str(error), needed, write)) from None

@@ -28,6 +28,17 @@ class Interval(NamedTuple):
         begin, end = max(low, self.start), min(high, self.start + self.length)
         return Interval(self.first + begin - self.start, end - begin, begin - low) if begin < end else Interval(0, 0, 0)
 
+    def share(self, size: int, number: int, count: int) -> Interval:
+        """Return the part of this interval in one of the equal parts of a buffer, as if it were alone in its memory.
+
+        Args:
+            size: The number of elements in the buffer.
+            number: The index of the part.
+            count: The number of parts.
+        """
+        length = size // count
+        return self.part(number * length, (number + 1) * length)._replace(start=0)
+
 
 @dataclass(frozen=True)
 class FlatShards:
@@ -54,29 +65,29 @@ class FlatShards:
     intervals: tuple[tuple[Interval, ...], ...]
     sizes: tuple[int, ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
-    _found: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks_of_rank: dict[int, tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        intervals = tuple(tuple(Interval(*each) for each in some if each[1]) for some in self.intervals)
+        intervals = tuple(tuple(Interval(*fields) for fields in of_rank if fields[1]) for of_rank in self.intervals)
         object.__setattr__(self, "intervals", intervals)
-        sizes = tuple(self.sizes) or tuple(sum(interval.length for interval in some) for some in intervals)
+        sizes = tuple(self.sizes) or tuple(sum(interval.length for interval in of_rank) for of_rank in intervals)
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "replicas", tuple(map(tuple, self.replicas)) or (tuple(self.within.ranks),))
         count = len(self.within.ranks)
         if len(self.intervals) != count or len(self.sizes) != count:
-            found = f"intervals of {len(self.intervals)} and sizes of {len(self.sizes)} for {count} ranks"
-            raise LayoutError(explain_error("FlatShards", found, "one of each for every rank, in their order"))
+            problem = f"intervals of {len(self.intervals)} and sizes of {len(self.sizes)} for {count} ranks"
+            raise LayoutError(explain_error("FlatShards", problem, "one of each for every rank, in their order"))
         if sorted(rank for replica in self.replicas for rank in replica) != sorted(self.within.ranks):
-            found = f"replicas {self.replicas} of the ranks {self.within.ranks}"
-            raise LayoutError(explain_error("FlatShards", found, "each rank once"))
-        for rank, some, size in zip(self.within.ranks, self.intervals, self.sizes, strict=True):
-            held = math.prod(self.within.local_shape(rank))
-            for interval in some:
+            problem = f"replicas {self.replicas} of the ranks {self.within.ranks}"
+            raise LayoutError(explain_error("FlatShards", problem, "each rank once"))
+        for rank, of_rank, size in zip(self.within.ranks, self.intervals, self.sizes, strict=True):
+            elements = math.prod(self.within.local_shape(rank))
+            for interval in of_rank:
                 first, length, start = interval
-                if min(first, length, start) < 0 or first + length > held or start + length > size:
-                    found = f"{interval} on rank {rank}, which has {held} elements and a buffer of {size}"
+                if min(first, length, start) < 0 or first + length > elements or start + length > size:
+                    problem = f"{interval} on rank {rank}, which has {elements} elements and a buffer of {size}"
                     needed = "intervals within the elements and within the buffer"
-                    raise LayoutError(explain_error("FlatShards", found, needed))
+                    raise LayoutError(explain_error("FlatShards", problem, needed))
 
     @staticmethod
     def cut(shape: tuple[int, ...], ranks: Sequence[int], borders: Sequence[int]) -> FlatShards:
@@ -88,7 +99,7 @@ class FlatShards:
     def on_axes(
         within: MeshLayout,
         axes: Sequence[int],
-        held: Callable[[int, Sequence[int]], Sequence[Interval]],
+        intervals_at: Callable[[int, Sequence[int]], Sequence[Interval]],
         sizes: Sequence[int] = (),
     ) -> FlatShards:
         """Return the layout of a parameter that some axes of a mesh cut by intervals.
@@ -96,16 +107,35 @@ class FlatShards:
         Args:
             within: The layout with the parameter replicated along these axes.
             axes: The axes of the mesh that cut the flattened local tensors of ``within``.
-            held: Returns the intervals that a rank holds, from the rank and its place on each axis.
+            intervals_at: Returns the intervals that a rank holds, from the rank and its place on each axis.
             sizes: The size of each rank's buffer. Default: that of its intervals, so that the parameter is alone there.
         """
-        copied = [n for n, each in enumerate(within.placements) if n not in axes and isinstance(each, Replicate)]
+        copied = [n for n, p in enumerate(within.placements) if n not in axes and isinstance(p, Replicate)]
         intervals, replicas = [], dict[tuple[int, ...], list[int]]()
         for rank in within.ranks:
             at = within.at(rank)
-            intervals.append(tuple(held(rank, at)))
+            intervals.append(tuple(intervals_at(rank, at)))
             replicas.setdefault(tuple(at[axis] for axis in copied), []).append(rank)
         return FlatShards(within, tuple(intervals), tuple(sizes), tuple(map(tuple, replicas.values())))
+
+    @staticmethod
+    def in_buffer(within: MeshLayout, axes: Sequence[int], whole: Interval, size: int) -> FlatShards:
+        """Return the layout of a parameter in a flat buffer that axes of a mesh cut into equal parts.
+
+        Args:
+            within: As for `on_axes`.
+            axes: The axes that cut the buffer; the last of them cuts first.
+            whole: The place of the flattened local tensor in the buffer.
+            size: The number of elements in the buffer.
+        """
+
+        def intervals_at(_: int, at: Sequence[int]) -> list[Interval]:
+            number, count = 0, 1
+            for axis in reversed(axes):
+                number, count = number * within.mesh[axis] + at[axis], count * within.mesh[axis]
+            return [whole.share(size, number, count)]
+
+        return FlatShards.on_axes(within, axes, intervals_at)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,19 +147,19 @@ class FlatShards:
         """The ranks that may hold a part of the parameter."""
         return self.within.ranks
 
-    def held(self, rank: int) -> tuple[Interval, ...]:
+    def intervals_of(self, rank: int) -> tuple[Interval, ...]:
         """Return the intervals of one rank."""
         return self.intervals[self.within.place_of[rank]] if rank in self.within.place_of else ()
 
     def blocks(self, rank: int) -> tuple[Block, ...]:
         """Return the blocks that ``rank`` stores, with their places in its flat buffer."""
-        if rank not in self._found:
-            self._found[rank] = tuple(self._blocks(rank))
-        return self._found[rank]
+        if rank not in self._blocks_of_rank:
+            self._blocks_of_rank[rank] = tuple(self._blocks(rank))
+        return self._blocks_of_rank[rank]
 
     def _blocks(self, rank: int) -> Iterator[Block]:
         local = self.within.local_shape(rank) if rank in self.within.place_of else ()
-        for first, count, start in self.held(rank):
+        for first, count, start in self.intervals_of(rank):
             for offset, shape in _boxes(local, first, first + count):
                 for block in self.within.blocks(rank):
                     yield from _within(block, local, offset, shape, start - first)
@@ -153,11 +183,11 @@ class FlatShards:
     def parts(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the parts (see `part_count`) that ``rank`` holds."""
         runs = self._runs()
-        where = self.within.blocks(rank)
+        stored, intervals = self.within.blocks(rank), self.intervals_of(rank)
         return tuple(
             number
             for number, (blocks, low, high) in enumerate(runs)
-            if blocks == where and any(i.first <= low and high <= i.first + i.length for i in self.held(rank))
+            if blocks == stored and any(i.first <= low and high <= i.first + i.length for i in intervals)
         )
 
     def part_count(self) -> int:
@@ -168,35 +198,35 @@ class FlatShards:
         """Return the runs (blocks, low, high) between the borders of all ranks, for each local tensor that is cut."""
         borders: dict[tuple[Block, ...], set[int]] = {}
         for rank in self.ranks:
-            ends = {end for i in self.held(rank) for end in (i.first, i.first + i.length)}
+            ends = {end for i in self.intervals_of(rank) for end in (i.first, i.first + i.length)}
             borders.setdefault(self.within.blocks(rank), set()).update(ends)
         return [(blocks, *run) for blocks, ends in borders.items() for run in itertools.pairwise(sorted(ends))]
 
     def holders(self, region: Region) -> tuple[int, ...]:
         """Return the ranks that hold all of ``region``."""
-        wanted = Block(region, 0, (0,) * len(region.shape))
-        found = []
-        for rank, some in zip(self.ranks, self.intervals, strict=True):
-            if sum(interval.length for interval in some) < region.numel:
+        target = Block(region, 0, (0,) * len(region.shape))
+        holding = []
+        for rank, of_rank in zip(self.ranks, self.intervals, strict=True):
+            if sum(interval.length for interval in of_rank) < region.numel:
                 continue
-            shared = (overlap(block, wanted) for block in self.blocks(rank))
+            shared = (overlap(block, target) for block in self.blocks(rank))
             if sum(piece.numel for piece in shared if piece is not None) == region.numel:
-                found.append(rank)
-        return tuple(found)
+                holding.append(rank)
+        return tuple(holding)
 
     def prove_cover(self) -> None:
         """Raise LayoutError unless in each replica the intervals cover each element exactly once."""
         self.within.prove_cover()
-        everything = {self.within.blocks(rank) for rank in self.ranks}
+        all_blocks = {self.within.blocks(rank) for rank in self.ranks}
         for replica in self.replicas:
             sharing: dict[tuple[Block, ...], list[int]] = {}
             for rank in replica:
                 sharing.setdefault(self.within.blocks(rank), []).append(rank)
-            if sharing.keys() != everything:
+            if sharing.keys() != all_blocks:
                 raise NotCovered(f"ranks {replica}, a replica, that do not hold all of the parameter")
             for ranks in sharing.values():
                 position = 0
-                for first, count, _ in sorted(i for rank in ranks for i in self.held(rank)):
+                for first, count, _ in sorted(i for rank in ranks for i in self.intervals_of(rank)):
                     if first != position:
                         raise NotCovered(f"elements {position} to {first} held twice or by none of {ranks}")
                     position = first + count

@@ -55,13 +55,13 @@ def _chunk(spans: Spans, chunks: int, index: int) -> Spans:
     total = sum(count for _, count in spans)
     size = -(-total // chunks)
     begin, end = min(total, size * index), min(total, size * (index + 1))
-    taken, position = [], 0
+    chunk, position = [], 0
     for first, count in spans:
         low, high = max(begin, position), min(end, position + count)
         if low < high:
-            taken.append((first + low - position, high - low))
+            chunk.append((first + low - position, high - low))
         position += count
-    return tuple(taken)
+    return tuple(chunk)
 
 
 @lru_cache(maxsize=65536)
@@ -115,12 +115,13 @@ class MeshLayout:
 
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh) or math.prod(self.mesh) != len(self.ranks):
-            found = f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks"
-            raise LayoutError(explain_error("MeshLayout", found, "a placement for each axis and a rank for each place"))
+            problem = f"{len(self.placements)} placements on a mesh {self.mesh} of {len(self.ranks)} ranks"
+            needed = "a placement for each axis and a rank for each place"
+            raise LayoutError(explain_error("MeshLayout", problem, needed))
         for placement in self.placements:
             if not isinstance(placement, Replicate) and not 0 <= placement.dim < len(self.shape):
-                found, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
-                raise LayoutError(explain_error("MeshLayout", found, needed, "Correct the placement's dim"))
+                problem, needed = f"{placement} on a parameter of shape {self.shape}", "a dim that it has"
+                raise LayoutError(explain_error("MeshLayout", problem, needed, "Correct the placement's dim"))
         ranks, places = _places(self.ranks)  # thousands of numbers, shared by all parameters
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "place_of", places)
@@ -170,8 +171,8 @@ class MeshLayout:
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same coordinates as ``rank`` on the replicated axes."""
         axes = zip(self.at(rank), self.mesh, self.placements, strict=True)
-        some = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
-        return _ranks_at(self, some)
+        coordinates = tuple((at,) if isinstance(placement, Replicate) else range(size) for at, size, placement in axes)
+        return _ranks_at(self, coordinates)
 
     def copies(self) -> int:
         """Return how many ranks hold each element."""
@@ -225,7 +226,7 @@ class MeshLayout:
 @lru_cache(maxsize=1024)
 def _places(ranks: tuple[int, ...]) -> tuple[tuple[int, ...], dict[int, int]]:
     """Return the ranks of a mesh (one shared tuple for equal ranks), and the index of each rank."""
-    return ranks, {rank: place for place, rank in enumerate(ranks)}
+    return ranks, {rank: index for index, rank in enumerate(ranks)}
 
 
 @lru_cache(maxsize=65536)
@@ -249,11 +250,11 @@ def _blocks(layout: MeshLayout, rank: int) -> tuple[Block, ...]:
 def _holders(layout: MeshLayout, region: Region) -> tuple[int, ...]:
     choices: list[Sequence[int]] = [range(size) for size in layout.mesh]
     for dim, (size, cut) in enumerate(zip(layout.shape, layout._cuts, strict=True)):
-        found = _holding(size, cut, region.offset[dim], region.shape[dim], region.step[dim])
-        if not found:
+        combinations = _holding(size, cut, region.offset[dim], region.shape[dim], region.step[dim])
+        if not combinations:
             return ()
         # If several axes cut one dim, at most one combination of coordinates holds these indices.
-        for (axis, _, _), coordinates in zip(cut, zip(*found, strict=True), strict=True):
+        for (axis, _, _), coordinates in zip(cut, zip(*combinations, strict=True), strict=True):
             choices[axis] = coordinates
     return _ranks_at(layout, tuple(choices))
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from muonmesh.layout.flat import FlatShards, Layout
 from muonmesh.layout.layout import MeshLayout, Replicate
 from muonmesh.layout.matrix import Matrix
+from muonmesh.layout.piece_table import pieces
 from muonmesh.layout.region import Piece, row_major
-from muonmesh.layout.routes import pieces
 
 BLOCK = 256
 """Elements of a block; the last block of a line may be shorter."""
@@ -32,8 +32,8 @@ class LineSegment:
         width: The number of elements in each line.
         start: The place in the storage of the first element of the first line.
         strides: The strides in the storage, from line to line and from element to element.
-        place: The place of the same element in the segment's piece, read as a contiguous array.
-        places: The strides in the piece, from line to line and from element to element.
+        piece_start: The place of the same element in the segment's piece, read as a contiguous array.
+        piece_strides: The strides in the piece, from line to line and from element to element.
     """
 
     line: int
@@ -42,8 +42,8 @@ class LineSegment:
     width: int
     start: int
     strides: tuple[int, int]
-    place: int
-    places: tuple[int, int]
+    piece_start: int
+    piece_strides: tuple[int, int]
 
     @property
     def blocks(self) -> range:
@@ -66,32 +66,32 @@ def line_segments_of(matrix: Matrix, piece: Piece) -> tuple[LineSegment, ...]:
     places = row_major(piece.shape)
     # (size, stride in the matrix, in the storage, in the piece) of the dims along a line, and of the one across lines.
     along, across = list[tuple[int, int, int, int]](), (1, 0, 0, 0)
-    for size, stride, stored, place in zip(
+    for size, stride, stored, in_piece in zip(
         piece.shape, piece.matrix_strides, piece.storage_strides, places, strict=True
     ):
         if size > 1:
             if (stride < long) == along_rows:
-                along.append((size, stride if along_rows else stride // long, stored, place))
+                along.append((size, stride if along_rows else stride // long, stored, in_piece))
             else:
-                across = (size, stride, stored, place)
+                across = (size, stride, stored, in_piece)
     width, step, place_step = 1, 1, 1
     while along:  # dims that follow each other in the matrix and in memory are one
-        size, stride, stored, place = along[-1]
-        if width > 1 and (stride, stored, place) != (width, width * step, width * place_step):
+        size, stride, stored, in_piece = along[-1]
+        if width > 1 and (stride, stored, in_piece) != (width, width * step, width * place_step):
             break
         if width == 1:
             if stride != 1:
                 break
-            step, place_step = stored, place
+            step, place_step = stored, in_piece
         width *= size
         along.pop()
-    found = []
+    segments = []
     for at in itertools.product(*(range(size) for size, *_ in along)):
         moved = [sum(k * dim[number] for k, dim in zip(at, along, strict=True)) for number in (1, 2, 3)]
-        start, place = piece.storage_start + moved[1], moved[2]
-        strides, here = (across[2], step), (across[3], place_step)
-        found.append(LineSegment(line, across[0], first + moved[0], width, start, strides, place, here))
-    return tuple(found)
+        start, in_piece = piece.storage_start + moved[1], moved[2]
+        strides, piece_strides = (across[2], step), (across[3], place_step)
+        segments.append(LineSegment(line, across[0], first + moved[0], width, start, strides, in_piece, piece_strides))
+    return tuple(segments)
 
 
 def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
@@ -109,9 +109,9 @@ def shares_blocks(layout: Layout, matrix: Matrix) -> bool:
     return any(_cuts(matrix, pieces(layout, rank, matrix)) for rank in layout.ranks)
 
 
-def _cuts(matrix: Matrix, some: Iterable[Piece]) -> bool:
+def _cuts(matrix: Matrix, parts: Iterable[Piece]) -> bool:
     length = grid_of(matrix)[1]
-    for piece in some:
+    for piece in parts:
         for segment in line_segments_of(matrix, piece):
             end = segment.first + segment.width
             if segment.first % BLOCK or (end % BLOCK and end != length):

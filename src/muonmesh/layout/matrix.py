@@ -119,8 +119,8 @@ def parts_of(name: str, shape: Sequence[int], spec: MatrixSpec) -> list[Part]:
     try:
         return _parse(shape, _normalised(spec))
     except (_Misfit, ValueError, TypeError) as error:
-        found, needed = f"matrices {spec!r} for shape {shape}: {error}", "a form that fits the shape"
-        raise ValueError(explain_error(name, found, needed, f"Write one of {_FORMS}")) from None
+        problem, needed = f"matrices {spec!r} for shape {shape}: {error}", "a form that fits the shape"
+        raise ValueError(explain_error(name, problem, needed, f"Write one of {_FORMS}")) from None
 
 
 def _normalised(spec: MatrixSpec) -> tuple[Any, ...]:
@@ -138,8 +138,8 @@ def _parse(shape: tuple[int, ...], spec: tuple[Any, ...]) -> list[Part]:
             if len(shape) < 2:
                 raise _Misfit("flatten needs at least two dims")
             parts = _split(View(shape, (), (0,), tuple(range(1, len(shape)))), _inner(inner))
-            each = [(view, cols) for view, spans in parts for _, cols in spans]
-            if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, cols in each):
+            columns = [(view, cols) for view, spans in parts for _, cols in spans]
+            if any(view.row_dims != (0,) or cols[2] != math.prod(shape[1:]) for view, cols in columns):
                 raise _Misfit("inside flatten stands what cuts dim 0")
             return parts
         case ("stack", *inner):
@@ -184,14 +184,14 @@ def _split(view: View, spec: tuple[Any, ...]) -> list[Part]:
 
 def _interleaved(view: View, runs: list[int], dim: int, sizes: tuple[int, ...], whole: tuple[Span, Span]) -> list[Part]:
     """Split a view into matrices that alternate along a dim in runs of these lengths."""
-    size, turn = sizes[dim], sum(runs)
-    if size % turn:
-        raise _Misfit(f"{size} is not a multiple of {turn}, the length of one turn")
-    if turn == len(runs):
-        return [(view, [_along(dim, (i, turn, size // turn), whole)]) for i in range(turn)]
+    size, period = sizes[dim], sum(runs)
+    if size % period:
+        raise _Misfit(f"{size} is not a multiple of {period}, the length of one turn")
+    if period == len(runs):
+        return [(view, [_along(dim, (i, period, size // period), whole)]) for i in range(period)]
     starts = itertools.accumulate(runs, initial=0)
     return [
-        (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, turn)])
+        (view, [_along(dim, (first, 1, run), whole) for first in range(start, size, period)])
         for start, run in zip(starts, runs, strict=False)
     ]
 

@@ -16,7 +16,7 @@ KnownMatrix: TypeAlias = tuple[str, tuple[int, ...], int]
 
 
 def assign_owners(
-    parameters: Sequence[Parameter], ranks: Sequence[int], known: Mapping[KnownMatrix, int]
+    parameters: Sequence[Parameter], ranks: Sequence[int], fixed_owners: Mapping[KnownMatrix, int]
 ) -> dict[tuple[int, int], int]:
     """Return the owner of each (parameter, matrix index).
 
@@ -29,7 +29,7 @@ def assign_owners(
     Args:
         parameters: The parameters whose matrices are assigned.
         ranks: The connected set.
-        known: Matrices with a fixed owner, and this owner.
+        fixed_owners: Matrices with a fixed owner, and this owner.
     """
     jobs = sorted(
         (
@@ -41,13 +41,14 @@ def assign_owners(
     )
     loads = _Loads(ranks)
     listed = [_candidates(parameter) for parameter in parameters]
-    everywhere = [loads.heap(some) for some in listed]
+    everywhere = [loads.heap(candidates) for candidates in listed]
     # In every plan, the busiest rank carries at least the mean, and at least the largest matrix.
     mean = -sum(job[0] for job in jobs) / max(1, len(ranks))
     unavoidable = max(mean, -jobs[0][0] if jobs else 0)
     owners = {}
     for minus_flops, minus_numel, _, index, number, matrix in jobs:
-        owner = known.get((parameters[number].name, parameters[number].target.ranks, index), -1) if known else -1
+        parameter = parameters[number]
+        owner = fixed_owners.get((parameter.name, parameter.target.ranks, index), -1) if fixed_owners else -1
         if owner not in parameters[number].target.ranks:
             owner = loads.least(everywhere[number])
             holders = _holders_of_all(parameters[number].momentum_storage, matrix)
@@ -75,8 +76,8 @@ def _holders_of_all(layout: Layout, matrix: Matrix) -> Sequence[int]:
     for block in others:
         if not holders:
             break
-        both = set(layout.holders(block.region))
-        holders = tuple(rank for rank in holders if rank in both)
+        block_holders = set(layout.holders(block.region))
+        holders = tuple(rank for rank in holders if rank in block_holders)
     return holders
 
 
@@ -88,7 +89,7 @@ class _Loads:
     """The loads of the ranks so far; finds the rank with the least load."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._of: dict[int, _Load] = {rank: (0, 0, turn, rank) for turn, rank in enumerate(_spread(ranks))}
+        self._of: dict[int, _Load] = {rank: (0, 0, order, rank) for order, rank in enumerate(_spread(ranks))}
         self._heaps: dict[Sequence[int], list[_Load]] = {}
 
     def flops(self, rank: int) -> int:

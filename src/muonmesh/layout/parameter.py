@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from muonmesh.layout.companion import Companion
+from muonmesh.layout.factored_state import FactoredState
 from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 
@@ -22,8 +22,8 @@ class Parameter:
         flops: Cost of each of the matrices in FLOPs, in order.
         settings: Text of all settings that determine the result of an orthogonalization. Only matrices with equal texts
             are batched, and ranks compare the texts.
-        companions: State of the rule by row, column or matrix, which travels to the owners and back, or with two sizes,
-            which is kept at the owners.
+        factored_states: State of the rule by row, column or matrix, which travels to the owners and back; or with two
+            sizes, which is kept at the owners.
         sums: The number of sums over each matrix that the rule needs before the weights are written.
         scale_invariant: Whether the rule ignores the scale of gradients, so that clipping need not scale them
             (`Rule.scale_invariant`).
@@ -35,7 +35,7 @@ class Parameter:
     matrices: tuple[Matrix, ...]
     flops: tuple[int, ...]
     settings: str
-    companions: tuple[Companion, ...] = ()
+    factored_states: tuple[FactoredState, ...] = ()
     sums: int = 0
     scale_invariant: bool = True
 
@@ -56,12 +56,12 @@ def describe(parameter: Parameter | Elementwise) -> str:
         return f"{line}, not orthogonalized"
     sizes = [(m.rows, m.cols) for m in parameter.matrices[:8]]
     momentum = parameter.momentum_storage.describe()
-    kept = "".join(f", {companion.describe()}" for companion in parameter.companions)
+    states = "".join(f", {factored.describe()}" for factored in parameter.factored_states)
     if parameter.sums:
-        kept += f", {parameter.sums} summed"
+        states += f", {parameter.sums} summed"
     if not parameter.scale_invariant:
-        kept += ", clipped"
-    return f"{line}, state {momentum}{kept}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
+        states += ", clipped"
+    return f"{line}, state {momentum}{states}, {parameter.settings}, {sizes} ×{len(parameter.matrices)}"
 
 
 def text_of_ranks(ranks: Sequence[int]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 
@@ -15,11 +17,11 @@ from muonmesh.layout.flat import Layout
 from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.owners import KnownMatrix, assign_owners
 from muonmesh.layout.parameter import Elementwise, Parameter, describe
+from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.relay import Relay
-from muonmesh.layout.routes import Leg, Routes, pieces
 
 _AT_ONCE = 1 << 28
-"""Largest number of elements of equal matrices that a device orthogonalizes together."""
+"""Largest number of elements of matrices of one shape that a device orthogonalizes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,33 @@ class Assignment:
     matrix: Matrix
     owner: int
     flops: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The rows that one rank exchanges for one bucket in one direction, by peer. They are in no buffer yet.
+
+    The way back has Routes of its own, because other ranks take part in it if there are replicas, or if momentum is
+    sharded over replicas. Otherwise it is the reverse of the way to the owners.
+
+    Both ranks list the rows between them in the same order.
+
+    Attributes:
+        stored: The rows whose storage is on this rank, by the rank that has their matrix.
+        assembled: The rows whose matrix is on this rank, by the rank that stores them. On the way back, there may also
+            be rows of another owner's matrix that this rank has received and passes on.
+    """
+
+    stored: Mapping[int, Sequence[Row]]
+    assembled: Mapping[int, Sequence[Row]]
+
+    def only(self, exchange: int) -> Routes:
+        """Return the rows of one exchange."""
+
+        def of(rows_by_peer: Mapping[int, Sequence[Row]]) -> dict[int, list[Row]]:
+            return {peer: [row for row in rows if row.exchange == exchange] for peer, rows in rows_by_peer.items()}
+
+        return Routes(of(self.stored), of(self.assembled))
 
 
 @dataclass(frozen=True)
@@ -65,29 +94,29 @@ class Plan:
     budget: Budget = UNLIMITED
 
     def routes(self, bucket: int, rank: int, *, gather: bool, numbers: Sequence[int] | None = None) -> Routes:
-        """Return the legs that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
+        """Return the rows that ``rank`` exchanges for a bucket, or for some of its assignments, in one direction.
 
         On the way to the owners (``gather``), ranks of the owner's own replica send their pieces. On the way back, the
         result travels to the ranks of every replica (`Relay`).
         """
-        stored: dict[int, list[Leg]] = {}
-        assembled: dict[int, list[Leg]] = {}
-        at_once = 1 if gather else self.copies_at_once(bucket)
+        stored: dict[int, list[Row]] = {}
+        assembled: dict[int, list[Row]] = {}
+        limit = 1 if gather else self.copies_at_once(bucket)
         for number in self.buckets[bucket] if numbers is None else numbers:
             assignment = self.assignments[number]
             owner, relay = assignment.owner, self.relays[assignment.parameter]
-            place = self._layout(assignment, gather=gather)
+            layout = self._layout(assignment, gather=gather)
             if gather:
-                receivers = [(holder, 0) for holder in place.replica(rank)] if rank == owner else []
+                receivers = [(holder, 0) for holder in layout.replica(rank)] if rank == owner else []
             else:
-                receivers = relay.outgoing(owner, rank, at_once)
+                receivers = relay.outgoing(owner, rank, limit)
             for holder, exchange in receivers:
-                if legs := self.legs(number, holder, gather=gather, exchange=exchange):
-                    assembled.setdefault(holder, []).extend(legs)
-            mine = self.legs(number, rank, gather=gather)
-            if mine and (not gather or rank in place.replica(owner)):
-                sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, at_once)
-                stored.setdefault(sender, []).extend(replace(leg, exchange=exchange) for leg in mine)
+                if rows := self.rows(number, holder, gather=gather, exchange=exchange):
+                    assembled.setdefault(holder, []).extend(rows)
+            own_rows = self.rows(number, rank, gather=gather)
+            if own_rows and (not gather or rank in layout.replica(owner)):
+                sender, exchange = (owner, 0) if gather else relay.incoming(owner, rank, limit)
+                stored.setdefault(sender, []).extend(replace(row, exchange=exchange) for row in own_rows)
         return Routes(stored, assembled)
 
     def returns(self, numbers: Iterable[int]) -> bool:
@@ -96,14 +125,14 @@ class Plan:
         Then the routes back are those to the owners, and every piece that a rank stores is on one of them.
         """
         parameters = {self.assignments[number].parameter for number in numbers}
-        some = [self.parameters[number] for number in parameters]
-        return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in some)
+        returned = [self.parameters[number] for number in parameters]
+        return all(p.momentum_storage is p.target and p.target.copies() == 1 for p in returned)
 
-    def legs(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Leg]:
-        """Return a leg for each piece that a rank stores of a matrix's momentum (``gather``), or of its weights."""
+    def rows(self, number: int, rank: int, *, gather: bool, exchange: int = 0) -> list[Row]:
+        """Return a row in no buffer for each piece of a matrix that a rank stores: momentum (``gather``) or weights."""
         assignment = self.assignments[number]
-        some = pieces(self._layout(assignment, gather=gather), rank, assignment.matrix)
-        return [Leg(number, assignment.parameter, piece, exchange) for piece in some]
+        stored = pieces(self._layout(assignment, gather=gather), rank, assignment.matrix)
+        return [Row(number, assignment.parameter, piece, exchange=exchange) for piece in stored]
 
     def gathers(self, bucket: int) -> bool:
         """Whether any owner in the bucket needs pieces from another rank."""
@@ -127,13 +156,13 @@ class Plan:
 
     def exchanges(self, bucket: int) -> int:
         """Return the number of exchanges in which the results of a bucket travel; it is the same on every rank."""
-        at_once = self.copies_at_once(bucket)
-        return max(relay.exchanges(at_once) for relay in self._relays_of(bucket)) if self.scatters(bucket) else 0
+        limit = self.copies_at_once(bucket)
+        return max(relay.exchanges(limit) for relay in self._relays_of(bucket)) if self.scatters(bucket) else 0
 
     def fits(self, bucket: int) -> bool:
         """Whether there is memory for all copies of the results of a bucket in one exchange."""
-        at_once = self.copies_at_once(bucket)
-        return all(relay.fits(at_once) for relay in self._relays_of(bucket))
+        limit = self.copies_at_once(bucket)
+        return all(relay.fits(limit) for relay in self._relays_of(bucket))
 
     def _relays_of(self, bucket: int) -> list[Relay]:
         """Return the relays of a bucket, each parameter's once: a bucket may have thousands of matrices of one."""
@@ -155,7 +184,7 @@ class Plan:
         """Whether no matrix needs a transfer."""
         return not any(map(self.moves, range(len(self.assignments))))
 
-    def at_once(self, number: int, squares: int) -> int:
+    def batch_size(self, number: int, squares: int) -> int:
         """Return how many matrices equal to this one a device orthogonalizes together, at least one.
 
         For gathered matrices, the buffers of the bucket already have room for matrices and results, so only the squares
@@ -167,18 +196,48 @@ class Plan:
         """
         (rows, cols), budget = self.assignments[number].matrix.shape, self.budget
         gathered = budget.gathers and self.moves(number)
-        each = squares * rows * rows + (0 if gathered else 2 * rows * cols)
+        elements = squares * rows * rows + (0 if gathered else 2 * rows * cols)
         room = (budget.bytes - budget.bytes // 64) // (1 if self.alone else 8 if gathered else 3)  # vectors: 1/64
-        return max(1, min(room // (each * budget.itemsize), _AT_ONCE // (rows * cols)))
+        return max(1, min(room // (elements * budget.itemsize), _AT_ONCE // (rows * cols)))
 
-    def alike(self, numbers: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return assignments in groups of equal shape and settings, which may be orthogonalized together."""
-        groups: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    def batches(
+        self,
+        numbers: Iterable[int],
+        size_of: Callable[[int, int], int],
+        joins: Callable[[int, tuple[int, int]], Hashable],
+    ) -> list[tuple[int, ...]]:
+        """Return assignments in batches of equal settings, which are orthogonalized together; equal shapes adjoin.
+
+        Args:
+            numbers: The assignments.
+            size_of: A function from an assignment, and the number of those of its shape, to how many of them one batch
+                has at most. If there are more, those that are left share a batch with other shapes.
+            joins: A function from an assignment and its shape to what is equal in a batch.
+        """
+        groups: dict[Hashable, dict[tuple[int, int], list[int]]] = {}
         for number in numbers:
             assignment = self.assignments[number]
-            settings = self.parameters[assignment.parameter].settings
-            groups.setdefault((settings, assignment.matrix.shape), []).append(number)
-        return [tuple(some) for some in groups.values()]
+            settings, shape = self.parameters[assignment.parameter].settings, assignment.matrix.shape
+            groups.setdefault((settings, joins(number, shape)), {}).setdefault(shape, []).append(number)
+        batches = list[list[int]]()
+        for shapes in groups.values():
+            rooms: dict[int, Fraction] = {}  # of this group's batches, by number
+            for _, equal in sorted(shapes.items(), reverse=True):
+                size = size_of(equal[0], len(equal))
+                for start in range(0, len(equal), size):
+                    members = equal[start : start + size]
+                    share = Fraction(len(members), size)
+                    into = next((number for number, room in rooms.items() if room >= share), len(batches))
+                    if into == len(batches):
+                        batches.append([])
+                    batches[into] += members
+                    rooms[into] = rooms.get(into, Fraction(1)) - share
+        return [tuple(batch) for batch in batches]
+
+    def shapes(self, batch: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+        """Return the shapes of the matrices of a batch, each with its number of matrices before it."""
+        shapes = itertools.groupby(self.assignments[number].matrix.shape for number in batch)
+        return tuple((len(list(equal)), *shape) for shape, equal in shapes)
 
     def moves(self, number: int) -> bool:
         """Whether a matrix needs a transfer; if not, its owner is the only rank that holds any part of it."""
@@ -187,10 +246,10 @@ class Plan:
     def travels(self, number: int, *, gather: bool) -> bool:
         """Whether pieces of a matrix travel to its owner (``gather``), or results travel back from it."""
         assignment = self.assignments[number]
-        place = self._layout(assignment, gather=gather)
-        if not gather and place.copies() > 1:
+        layout = self._layout(assignment, gather=gather)
+        if not gather and layout.copies() > 1:
             return True
-        return not all(assignment.owner in place.holders(block.region) for block in assignment.matrix.blocks)
+        return not all(assignment.owner in layout.holders(block.region) for block in assignment.matrix.blocks)
 
     def _layout(self, assignment: Assignment, *, gather: bool) -> Layout:
         """Return the layout of the momentum, from which a matrix is gathered, or of the parameter, for the way back."""
@@ -202,20 +261,20 @@ class Plan:
         counts = ((number, self.parameters[self.assignments[number].parameter].sums) for number in assignments)
         return {number: count for number, count in counts if count}
 
-    def told(self, assignment: int) -> tuple[str, ...]:
+    def keys_with_sums(self, assignment: int) -> tuple[str, ...]:
         """Return the keys of the state of kind "matrix", which the owner sends with the sums over the matrix."""
-        companions = self.parameters[self.assignments[assignment].parameter].companions
-        return tuple(companion.key for companion in companions if companion.side == "matrix")
+        factored_states = self.parameters[self.assignments[assignment].parameter].factored_states
+        return tuple(factored.key for factored in factored_states if factored.side == "matrix")
 
     @property
     def keepers(self) -> dict[KnownMatrix, int]:
         """The owners that keep state of their matrices, such as "rows×rows", by matrix."""
-        found = {}
+        owner_of = {}
         for assignment in self.assignments:
             parameter = self.parameters[assignment.parameter]
-            if any(companion.at_owner for companion in parameter.companions):
-                found[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
-        return found
+            if any(factored.at_owner for factored in parameter.factored_states):
+                owner_of[parameter.name, parameter.target.ranks, assignment.matrix.index] = assignment.owner
+        return owner_of
 
     @property
     def targets(self) -> list[Layout]:
@@ -254,7 +313,7 @@ def make_plan(
     ranks: Sequence[int] | None = None,
     bucket_elements: int | None = None,
     elementwise: Sequence[Elementwise] = (),
-    known: Mapping[KnownMatrix, int] = MappingProxyType({}),
+    fixed_owners: Mapping[KnownMatrix, int] = MappingProxyType({}),
     machine: int = 0,
     budget: Budget = UNLIMITED,
 ) -> Plan:
@@ -272,7 +331,7 @@ def make_plan(
         bucket_elements: Matrix elements of one owner in one bucket; a larger matrix has a bucket of its own. Default:
             `Budget.bucket_elements`.
         elementwise: Parameters that are not orthogonalized.
-        known: Owners that keep state of a matrix, and so stay its owner.
+        fixed_owners: Owners that keep state of a matrix, and so stay its owner.
         machine: The number of ranks of each machine; 0: all ranks are on one machine.
         budget: The memory budget of a step.
 
@@ -283,7 +342,7 @@ def make_plan(
     if ranks is None:
         ranks = sorted(set().union(*{layout.ranks for p in parameters for layout in (p.momentum_storage, p.target)}))
     ranks = tuple(ranks)
-    owners = assign_owners(parameters, ranks, known)
+    owners = assign_owners(parameters, ranks, fixed_owners)
     assignments = [
         Assignment(number, matrix, owners[number, matrix.index], flops)
         for number, parameter in enumerate(parameters)

@@ -93,11 +93,11 @@ def number_in_whole(piece: Piece, blocks: Sequence[Block], shape: tuple[int, ...
         else:
             if rest == 0:
                 steps = (
-                    own // max(1, stride) for own, stride in zip(piece.storage_strides, block.strides, strict=True)
+                    apart // max(1, stride) for apart, stride in zip(piece.storage_strides, block.strides, strict=True)
                 )
                 return number, tuple(step * stride for step, stride in zip(steps, whole, strict=True))
-    found = f"a piece that begins at element {piece.storage_start}"
-    raise ValueError(explain_error("the storage", found, "one within a block of it"))
+    problem = f"a piece that begins at element {piece.storage_start}"
+    raise ValueError(explain_error("the storage", problem, "one within a block of it"))
 
 
 def overlap(storage: Block, matrix: Block) -> Piece | None:

@@ -27,12 +27,12 @@ class Relay:
         layout: The layout of the parameter.
         parts: For each rank the ranks that hold the same part of the parameter, by the number of the replica. Empty if
             ranks pass nothing on: all are on one machine, or replicas differ in cuts, or there is one copy.
-        together: The number of consecutive replicas on one machine; 1 if this number is not constant.
+        per_machine: The number of consecutive replicas on one machine; 1 if this number is not constant.
     """
 
     layout: Layout
     parts: Mapping[int, tuple[int, ...]]
-    together: int
+    per_machine: int
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -43,38 +43,38 @@ class Relay:
         for rank in layout.ranks if spread else ():
             if blocks := layout.blocks(rank):
                 alike.setdefault(blocks, {})[layout.replica_number(rank)] = rank
-        if not alike or any(len(some) != copies for some in alike.values()):
+        if not alike or any(len(by_replica) != copies for by_replica in alike.values()):
             return Relay(layout, {}, copies)
-        parts = [tuple(some[number] for number in range(copies)) for some in alike.values()]
+        parts = [tuple(by_replica[number] for number in range(copies)) for by_replica in alike.values()]
         machines = [rank // machine for rank in parts[0]]
-        together = machines.count(machines[0])
-        even = machines == [first for first in machines[::together] for _ in range(together)][:copies]
-        together = together if even and copies % together == 0 else 1
-        return Relay(layout, {rank: part for part in parts for rank in part}, together)
+        per_machine = machines.count(machines[0])
+        even = machines == [first for first in machines[::per_machine] for _ in range(per_machine)][:copies]
+        per_machine = per_machine if even and copies % per_machine == 0 else 1
+        return Relay(layout, {rank: part for part in parts for rank in part}, per_machine)
 
     @property
     def _near(self) -> bool:
         """Whether a replica has several ranks, so that some parts of the owner's copy travel too."""
         return len(self.layout.ranks) > self.layout.copies()
 
-    def fits(self, at_once: int) -> bool:
-        """Whether ``at_once`` copies are all that travel."""
-        return self.layout.copies() - (not self._near) <= at_once
+    def fits(self, limit: int) -> bool:
+        """Whether ``limit`` copies are all that travel."""
+        return self.layout.copies() - (not self._near) <= limit
 
-    def exchanges(self, at_once: int) -> int:
-        """Return the number of exchanges after which every rank has its part; ``at_once`` as for `incoming`."""
+    def exchanges(self, limit: int) -> int:
+        """Return the number of exchanges after which every rank has its part; ``limit`` as for `incoming`."""
         copies = self.layout.copies()
         if not self.parts:
-            return -(-(copies - (not self._near)) // at_once)
-        return self._near + (1 + (1 < self.together < copies) if self.fits(at_once) else copies - 1)
+            return -(-(copies - (not self._near)) // limit)
+        return self._near + (1 + (1 < self.per_machine < copies) if self.fits(limit) else copies - 1)
 
-    def incoming(self, owner: int, rank: int, at_once: int) -> tuple[int, int]:
+    def incoming(self, owner: int, rank: int, limit: int) -> tuple[int, int]:
         """Return the rank that sends a rank its part of a result, and the exchange, counted from the bucket's first.
 
         Args:
             owner: The owner of the matrix. It keeps its own part.
             rank: The receiver.
-            at_once: The number of copies for which there is memory in an exchange. If there is memory for all, copies
+            limit: The number of copies for which there is memory in an exchange. If there is memory for all, copies
                 that are passed on are made from the owner's copy and, on every other machine, from the first copy on
                 this machine; if not, each copy is made from the previous copy.
         """
@@ -83,32 +83,32 @@ class Relay:
         if distance == 0:
             return owner, 0
         if not self.parts:
-            return owner, (distance - (not self._near)) // at_once
-        part, (before, depth) = self.parts[rank], self._before(distance, at_once)
+            return owner, (distance - (not self._near)) // limit
+        part, (before, depth) = self.parts[rank], self._before(distance, limit)
         return part[circle[before]], depth - (part[circle[0]] == owner)
 
-    def outgoing(self, owner: int, rank: int, at_once: int) -> list[tuple[int, int]]:
+    def outgoing(self, owner: int, rank: int, limit: int) -> list[tuple[int, int]]:
         """Return the ranks to which a rank sends parts of a result, each with the exchange."""
         receivers = list(self.layout.replica(owner) if self.parts else self.layout.ranks) if rank == owner else []
         if (part := self.parts.get(rank)) is not None:
             circle = self._circle(owner)
-            mine = circle.index(self.layout.replica_number(rank))
-            later = range(mine + 1, len(circle))
-            receivers += [part[circle[distance]] for distance in later if self._before(distance, at_once)[0] == mine]
-        return [(receiver, self.incoming(owner, receiver, at_once)[1]) for receiver in receivers]
+            start = circle.index(self.layout.replica_number(rank))
+            later = range(start + 1, len(circle))
+            receivers += [part[circle[distance]] for distance in later if self._before(distance, limit)[0] == start]
+        return [(receiver, self.incoming(owner, receiver, limit)[1]) for receiver in receivers]
 
-    def _before(self, distance: int, at_once: int) -> tuple[int, int]:
+    def _before(self, distance: int, limit: int) -> tuple[int, int]:
         """Return the distance of the copy from which a copy is made, and the number of transfers up to the new copy."""
-        machine, place = divmod(distance, self.together)
-        if not self.fits(at_once):
+        machine, position = divmod(distance, self.per_machine)
+        if not self.fits(limit):
             return distance - 1, distance
-        return (distance - place, 2) if machine and place else (0, 1)
+        return (distance - position, 2) if machine and position else (0, 1)
 
     def _circle(self, owner: int) -> list[int]:
         """Return the numbers of all copies in the order of their distance from the owner's copy."""
-        (machine, place), copies = divmod(self.layout.replica_number(owner), self.together), self.layout.copies()
+        (machine, position), copies = divmod(self.layout.replica_number(owner), self.per_machine), self.layout.copies()
         return [
-            (machine * self.together + further) % copies + (place + beside) % self.together
-            for further in range(0, copies, self.together)
-            for beside in range(self.together)
+            (machine * self.per_machine + further) % copies + (position + beside) % self.per_machine
+            for further in range(0, copies, self.per_machine)
+            for beside in range(self.per_machine)
         ]

@@ -10,15 +10,17 @@ a plain product (docs/internals/numerics.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, log2, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import Polynomial, factored, height
+from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, factored, height
 from muonmesh.numerics.deflation import deflate
-from muonmesh.numerics.iteration import Iteration
+from muonmesh.numerics.iteration import buffers_of
+from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import normalize, store
 
@@ -26,60 +28,105 @@ _GRAM = 2.0**10
 """What Gram matrices are multiplied by. Their singular values are at most about 3 in a published set."""
 
 
-class DeviceIteration(Iteration):
-    """The iteration on a device; nothing waits for the CPU, unless the coefficients ask for deflation."""
+class _Iterates:
+    """Matrices of one shape.
 
-    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
-        self._free: list[Tensor] = []
-        narrow = torch.bfloat16 if self._dtype == torch.float16 else self._dtype
-        second = self._next if len(self._segments) % 2 else self.x
-        result = second.view(out.dtype if out.dtype.itemsize == narrow.itemsize else narrow)
-        self._result = out if result.data_ptr() == out.data_ptr() else result
-        self._normalize(matrices)
-        if self._prepared.deflation is not None:
-            deflate(self.x, self._prepared.deflation.vectors)
-            self._bound_closer()
-        self._of_gram = self._inverse_square * _GRAM
-        self._take()
-        if self.x is not out:
-            store(self.x, out)
+    Args:
+        matrices, out, dtype, turns, overwrite: See `buffers_of`.
 
-    def _normalize(self, matrices: Tensor) -> None:
-        """Write matrices to X, with a norm ν in [2¹², 2¹³)."""
-        by_kernel = self._matmuls.normalize
+    Attributes:
+        x: The iterates of the matrices divided by their norm ν, times ν; at first the loaded matrices.
+        following: Memory for the next iterates.
+        result: Memory for the last iterates, of a dtype that can hold the result.
+        inverse: 1/ν, (batch, 1, 1).
+        of_gram: `_GRAM`/ν², likewise.
+    """
+
+    inverse: Tensor
+    of_gram: Tensor
+
+    def __init__(self, matrices: Tensor, out: Tensor, dtype: torch.dtype, *, turns: int, overwrite: bool) -> None:
+        self.x, self.following = buffers_of(matrices, out, dtype, turns=turns, overwrite=overwrite)
+        narrow = torch.bfloat16 if dtype == torch.float16 else dtype
+        last = self.following if turns % 2 else self.x
+        result = last.view(out.dtype if out.dtype.itemsize == narrow.itemsize else narrow)
+        self.result = out if result.data_ptr() == out.data_ptr() else result
+
+    def load(self, matrices: Tensor, by_kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> None:
+        """Write matrices to X, with a norm ν in [2¹², 2¹³); ``by_kernel`` is `Matmuls.normalize`."""
         if by_kernel is None or matrices.dtype not in DTYPES:
-            self._inverse, self._inverse_square = normalize(matrices, self.x)
-            return
-        if matrices.shape != self._shape or not matrices.is_contiguous():
-            wide = matrices if matrices.shape == self._shape else matrices.mT
-            fits = wide.dtype.itemsize == self._dtype.itemsize
-            matrices = (
-                self.x.view(wide.dtype) if fits else torch.empty(self._shape, dtype=wide.dtype, device=wide.device)
-            )
-            matrices.copy_(wide)
-        self._inverse, self._inverse_square = by_kernel(matrices, self.x)
+            self.inverse, inverse_square = normalize(matrices, self.x)
+        else:
+            shape, dtype = self.x.shape, matrices.dtype
+            if matrices.shape != shape or not matrices.is_contiguous():
+                fits = dtype.itemsize == self.x.dtype.itemsize
+                wide = self.x.view(dtype) if fits else torch.empty(shape, dtype=dtype, device=matrices.device)
+                matrices = wide.copy_(matrices if matrices.shape == shape else matrices.mT)
+            self.inverse, inverse_square = by_kernel(matrices, self.x)
+        self.of_gram = inverse_square * _GRAM
+
+    def divide(self, inverse: Tensor) -> None:
+        """Multiply 1/ν² by numbers, and 1/ν by their roots."""
+        self.inverse, self.of_gram = self.inverse * inverse.sqrt(), self.of_gram * inverse
+
+
+class DeviceIteration:
+    """The iteration on a device; nothing waits for the CPU, unless the coefficients ask for deflation.
+
+    It takes matrices of several shapes, if they have equally many rows: only the products with X know its columns. All
+    others are one launch each for all matrices.
+
+    Args:
+        prepared, segments, matmuls, dtype: The coefficients, products and dtype that an `Orthogonalizer` has resolved.
+    """
+
+    def __init__(
+        self, prepared: CoefficientSet, segments: Sequence[tuple[Polynomial, ...]], matmuls: Matmuls, dtype: torch.dtype
+    ) -> None:
+        self._prepared, self._segments, self._matmuls, self._dtype = prepared, segments, matmuls, dtype
+
+    def run(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
+        """Orthogonalize ``matrices`` into ``out``, for each shape (batch, m, n)."""
+        self._free, self._counts = list[Tensor](), list(map(len, matrices))
+        options: Any = {"turns": len(self._segments), "overwrite": overwrite}
+        pairs = zip(matrices, out, strict=True)
+        self._iterates = [_Iterates(x, into, self._dtype, **options) for x, into in pairs]
+        for iterates, x in zip(self._iterates, matrices, strict=True):
+            iterates.load(x, self._matmuls.normalize)
+        if self._prepared.deflation is not None:
+            for iterates in self._iterates:
+                deflate(iterates.x, self._prepared.deflation.vectors)
+            self._bound_closer()
+        self._take()
+        for iterates, into in zip(self._iterates, out, strict=True):
+            if iterates.x is not into:
+                store(iterates.x, into)
+
+    def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
+        """Iterate over the shapes, each with its part of what there is for each matrix."""
+        return zip(self._iterates, torch.split(squares, self._counts), strict=True)
 
     def _bound_closer(self) -> None:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
-        self._of_gram = self._inverse_square * _GRAM
         a, square = self._gram(), self._square()
         self._matmuls.multiply(a, a, (), square, 2.0**14 / _GRAM**2)
         exact = torch.promote_types(self._dtype, torch.float32)
         norm = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True, dtype=exact) * 2.0**-14
-        inverse = torch.where(norm == 0, 1.0, norm).rsqrt()
-        self._inverse, self._inverse_square = self._inverse * inverse.sqrt(), self._inverse_square * inverse
+        for iterates, inverse in self._by_shape(torch.where(norm == 0, 1.0, norm).rsqrt()):
+            iterates.divide(inverse)
         self._free += a, square
 
     def _take(self) -> None:
         """X ← p(X) for the polynomials of each segment, and the last result divided by ν."""
         for number, segment in enumerate(self._segments, 1):
             last = number == len(self._segments)
-            out, scale = (self._result, self._inverse) if last else (self._next, 1.0)
-            factor, constant, power = self._factor(segment)
-            terms = ((self.x, constant),) if constant else ()
-            self._matmuls.multiply(factor, self.x, terms, out, 1 / power, scale, symmetric=False)
-            self._free.append(factor)
-            self.x, self._next = out, self.x
+            factors, constant, power = self._factor(segment)
+            for iterates, factor in self._by_shape(factors):
+                x, into = iterates.x, iterates.result if last else iterates.following
+                terms, scale = ((x, constant),) if constant else (), iterates.inverse if last else 1.0
+                self._matmuls.multiply(factor, x, terms, into, 1 / power, scale, symmetric=False)
+                iterates.x, iterates.following = into, x
+            self._free.append(factors)
 
     def _factor(self, polynomials: Sequence[Polynomial]) -> tuple[Tensor, float, float]:
         """Return Q, μ and s so that Q/s + μ is the factor of X of some steps, all on one Gram matrix."""
@@ -139,14 +186,17 @@ class DeviceIteration(Iteration):
 
     def _gram(self) -> Tensor:
         """Return X Xᵀ of the matrices divided by their norm, times `_GRAM`."""
-        return self._matmuls.multiply(self.x, None, (), self._square(), scale=self._of_gram)
+        squares = self._square()
+        for iterates, square in self._by_shape(squares):
+            self._matmuls.multiply(iterates.x, None, (), square, scale=iterates.of_gram)
+        return squares
 
     def _square(self) -> Tensor:
-        """Return memory for (batch, rows, rows) that is free."""
-        batch, rows, _ = self._shape
+        """Return memory for a square of each matrix, (matrices, rows, rows), that is free."""
         if self._free:
             return self._free.pop()
-        return torch.empty(batch, rows, rows, dtype=self._dtype, device=self._device)
+        x = self._iterates[0].x
+        return torch.empty(sum(self._counts), x.shape[1], x.shape[1], dtype=self._dtype, device=x.device)
 
 
 def _power(height: float) -> float:

@@ -29,8 +29,8 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 def dtype_named(name: object) -> torch.dtype | None:
     """Return the dtype that a string names, such as "bf16" or "torch.float32"; None for anything else. For messages."""
     plain = name.removeprefix("torch.").lower() if isinstance(name, str) else ""
-    found = getattr(torch, _SHORT.get(plain, plain), None)
-    return found if isinstance(found, torch.dtype) else None
+    candidate = getattr(torch, _SHORT.get(plain, plain), None)
+    return candidate if isinstance(candidate, torch.dtype) else None
 
 
 def real_of(tensor: Tensor) -> Tensor:

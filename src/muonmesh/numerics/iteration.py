@@ -1,8 +1,7 @@
-"""Iteration: the Newton–Schulz iteration of a batch of matrices; and what it is on a CPU: norms, steps and products."""
+"""CpuIteration: the Newton–Schulz iteration of a batch of matrices on a CPU: norms, steps and products."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -24,12 +23,41 @@ from muonmesh.numerics.square_matrices import (
 )
 
 
-class Iteration(ABC):
-    """The iteration of a batch of matrices, from memory of the caller to other memory of the caller.
+def buffers_of(
+    matrices: Tensor, out: Tensor, dtype: torch.dtype, *, turns: int, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    """Return memory for X of a batch and for the next X, (batch, rows, cols) with rows ≤ cols, of the compute dtype.
 
-    Each buffer is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
-    alignment, because their last bits depend on it. The caller's memory is used as a buffer if it is suitable, because
-    fewer buffers leave more of the matrix in the cache that the threads of a CPU share.
+    Each is contiguous and begins at a multiple of 64 bytes, so that products of equal shape always have the same
+    alignment, because their last bits depend on it. The caller's memory is used if it is suitable, because fewer
+    buffers leave more of the matrix in the cache that the threads of a CPU share.
+
+    Args:
+        matrices: The matrices, (batch, m, n).
+        out: Where the result should lie after both have taken turns.
+        dtype: The compute dtype.
+        turns: How often X becomes the next X.
+        overwrite: Whether the memory of the matrices may be used.
+    """
+    shape = torch.Size((len(matrices), *sorted(matrices.shape[1:])))
+
+    def memory(given: Tensor | None, number: int) -> Tensor:
+        fits = given is not None and given.shape == shape and given.is_contiguous()
+        if given is None or not fits or given.dtype.itemsize != dtype.itemsize or given.data_ptr() % ALIGNMENT:
+            return scratch(f"long {number}", shape, dtype=dtype, device=matrices.device)
+        return given if given.dtype == dtype else given.view(dtype)
+
+    first, second = memory(matrices if overwrite else None, 0), memory(out, 1)
+    return (first, second) if turns % 2 else (second, first)
+
+
+class CpuIteration:
+    """The iteration on a CPU, in buffers that the next batch reuses.
+
+    A loaded matrix is only multiplied by a power of two. The division by its norm ν is applied to X Xᵀ before the
+    polynomials, and to the result by the last product. Dividing a bf16 matrix by its norm first would round every entry
+    once more, and the slope of the polynomials at 0 amplifies this error a thousandfold. It would double the error on
+    recorded momentum (docs/internals/numerics.md).
 
     Args:
         prepared, segments, matmuls, dtype: The coefficients, products and dtype that an `Orthogonalizer` has resolved.
@@ -39,6 +67,9 @@ class Iteration(ABC):
             rows ≤ cols, compute dtype.
     """
 
+    _square_term: Tensor | None = None
+    _last = False  # whether the segment is the last
+
     def __init__(
         self, prepared: CoefficientSet, segments: Sequence[tuple[Polynomial, ...]], matmuls: Matmuls, dtype: torch.dtype
     ) -> None:
@@ -46,37 +77,9 @@ class Iteration(ABC):
 
     def run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
         """Orthogonalize `matrices`, shape (batch, m, n), into `out`."""
-        self._shape, self._device = torch.Size((len(matrices), *sorted(matrices.shape[1:]))), matrices.device
-        first, second = self._memory(matrices if overwrite else None, 0), self._memory(out, 1)
-        # X alternates between the two, and the result should lie in `out`.
-        self.x, self._next = (first, second) if len(self._segments) % 2 else (second, first)
-        self._iterate(matrices, out)
-
-    @abstractmethod
-    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
-        """Load the matrices into X, iterate, and write the result to `out`."""
-
-    def _memory(self, given: Tensor | None, number: int) -> Tensor:
-        """Return memory for X: of the caller's if it can hold X."""
-        fits = given is not None and given.shape == self._shape and given.is_contiguous()
-        if given is None or not fits or given.dtype.itemsize != self._dtype.itemsize or given.data_ptr() % ALIGNMENT:
-            return scratch(f"long {number}", self._shape, dtype=self._dtype, device=self._device)
-        return given if given.dtype == self._dtype else given.view(self._dtype)
-
-
-class CpuIteration(Iteration):
-    """The iteration on a CPU, in buffers that the next batch reuses.
-
-    A loaded matrix is only multiplied by a power of two. The division by its norm ν is applied to X Xᵀ before the
-    polynomials, and to the result by the last product. Dividing a bf16 matrix by its norm first would round every entry
-    once more, and the slope of the polynomials at 0 amplifies this error a thousandfold. It would double the error on
-    recorded momentum (docs/internals/numerics.md).
-    """
-
-    _square_term: Tensor | None = None
-    _last = False  # whether the segment is the last
-
-    def _iterate(self, matrices: Tensor, out: Tensor) -> None:
+        turns = len(self._segments)
+        self.x, self._next = buffers_of(matrices, out, self._dtype, turns=turns, overwrite=overwrite)
+        self._shape, self._device = self.x.shape, matrices.device
         exact, deflation = self._matmuls.exact, self._prepared.deflation
         self._row_products = row_products if exact is None else exact.row_products
         self._squares, self._together = dict[str, Tensor](), self._matmuls.at_once > 1

@@ -7,7 +7,7 @@ long side of X only to form A and to apply the result; between them everything i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -163,6 +163,12 @@ class Orthogonalizer:
         return self.device.type != "cpu" or self.kernels == "triton"
 
     @property
+    def joins(self) -> Hashable:
+        """What is equal for shapes whose matrices `together` takes, if their settings are; None: of one shape alone."""
+        alone = not self.on_device or (self.products.small is not None and self.quintics)
+        return None if alone else (self.rows, self.segments)
+
+    @property
     def told(self) -> str:
         """The coefficient set and, on a device, the dtype between products, as `explain` shows them."""
         name = self.coefficients if isinstance(self.coefficients, str) else "polynomials"
@@ -213,15 +219,22 @@ class Orthogonalizer:
             needed = f"x's {tuple(x.shape)}, {x.dtype} on {x.device}, contiguous"
             write = "Write out=torch.empty_like(x, memory_format=torch.contiguous_format)"
             raise ValueError(explain_error("out", found, needed, write))
+        matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        self.together([matrices], [result if x.ndim == 3 else result.view(matrices.shape)], overwrite=overwrite)
+        return result
+
+    def together(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
+        """Write the orthogonal factors of matrices, (batch, m, n) for each shape, to ``out``, in `plain_modes`.
+
+        Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
+        """
         with exact_products(self.dtype) if self.dtype in (torch.float32, torch.float16) else nullcontext():
-            matrices = x if x.ndim == 3 else x.reshape(x.shape[:-2].numel(), *x.shape[-2:])
-            result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-            given = [matrices, result if x.ndim == 3 else result.view(matrices.shape)]
-            run, at_once = partial(self._run, overwrite=overwrite), self.products.at_once
-            fits = 0 < len(matrices) <= at_once
+            run, at_once, given = partial(self._run, overwrite=overwrite), self.products.at_once, [*matrices, *out]
+            fits = len(out) > 1 or 0 < len(out[0]) <= at_once
 
             def run_all() -> None:
-                for start in range(0, len(matrices), at_once):
+                for start in (0,) if fits else range(0, len(out[0]), at_once):
                     run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
 
             if self.repeats and fits:
@@ -230,16 +243,19 @@ class Orthogonalizer:
                 run_on_one_thread(run_all, device=self.device)
             else:
                 run_all()
-        return result
 
-    def _run(self, matrices: Tensor, out: Tensor, *, overwrite: bool) -> None:
+    def _run(self, *given: Tensor, overwrite: bool) -> None:
+        """Orthogonalize the first half of the tensors, one for each shape, into the others."""
+        matrices, out = given[: len(given) // 2], given[len(given) // 2 :]
         small = self.products.small
-        if small is not None and self.quintics and matrices.dtype in small.dtypes:
-            small.run(matrices, out, self.quintics)
-        else:
-            form = DeviceIteration if self.on_device else CpuIteration
-            iteration = form(self.prepared, self.segments, self.products, self.dtype)
+        if small is not None and self.quintics and matrices[0].dtype in small.dtypes:
+            small.run(matrices[0], out[0], self.quintics)
+        elif self.on_device:
+            iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
             iteration.run(matrices, out, overwrite=overwrite)
+        else:
+            alone = CpuIteration(self.prepared, self.segments, self.products, self.dtype)
+            alone.run(matrices[0], out[0], overwrite=overwrite)
 
 
 def resolve_method(

@@ -37,14 +37,14 @@ def update_scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """
     for name, size in (("rows", rows), ("cols", cols)):
         if isinstance(size, bool) or not isinstance(size, int):
-            found = f"{size!r} ({type(size).__name__})"
-            raise TypeError(explain_error(name, found, "an int", "Pass matrix.shape"))
+            description = f"{size!r} ({type(size).__name__})"
+            raise TypeError(explain_error(name, description, "an int", "Pass matrix.shape"))
         if size < 1:
             needed = "at least 1: an empty matrix has no update"
             raise ValueError(explain_error(name, f"{size}", needed, "Skip it"))
     if mode not in get_args(ScaleMode):
-        known = ", ".join(repr(name) for name in get_args(ScaleMode))
-        raise ValueError(explain_error("mode", f"{mode!r}", f"one of {known}", 'Write mode="match_rms_adamw"'))
+        modes = ", ".join(repr(name) for name in get_args(ScaleMode))
+        raise ValueError(explain_error("mode", f"{mode!r}", f"one of {modes}", 'Write mode="match_rms_adamw"'))
     match mode:
         case "original" | "shape_scaling":
             return sqrt(max(1.0, rows / cols))

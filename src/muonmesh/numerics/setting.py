@@ -30,9 +30,9 @@ class Setting(NamedTuple):
 
 def choice(default: object, words: object, why: str = "") -> Setting:
     """Return a setting that is one of the strings of a Literal; ``why`` is the end of the error message."""
-    known = get_args(words)
-    needed = "one of " + ", ".join(map(repr, known)) + why
-    return Setting(default, lambda value: isinstance(value, str) and value in known, needed)
+    allowed = get_args(words)
+    needed = "one of " + ", ".join(map(repr, allowed)) + why
+    return Setting(default, lambda value: isinstance(value, str) and value in allowed, needed)
 
 
 def is_number(value: Any) -> bool:
@@ -103,23 +103,23 @@ def rule_field(key: str, setting: Setting) -> Any:
     return field(default=setting.default, metadata={"key": key, "setting": setting})
 
 
-def own_names(where: str, given: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
+def own_names(subject: str, settings: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, Any]:
     """Return settings with muonmesh's names in place of torch's (`TORCHS_NAMES`).
 
     Args:
-        where: The function, argument or group that the settings were given to, for messages.
-        given: The settings by name.
+        subject: The function, argument or group that the settings were given to, for messages.
+        settings: The settings by name.
         read: The settings of the rule that reads them; a rule may have settings of these names itself.
 
     Raises:
         ValueError: a setting was given by both names, with different values.
     """
-    found = dict(given)
-    for theirs, ours in TORCHS_NAMES.items():
-        if theirs in found and theirs not in read:
-            value = found.pop(theirs)
-            if ours in found and found[ours] != value:
-                said = f"{theirs}={value!r} and {ours}={found[ours]!r}"
-                raise ValueError(explain_error(where, said, "one of them", f"Remove {theirs}"))
-            found[ours] = value
-    return found
+    renamed = dict(settings)
+    for torch_name, name in TORCHS_NAMES.items():
+        if torch_name in renamed and torch_name not in read:
+            value = renamed.pop(torch_name)
+            if name in renamed and renamed[name] != value:
+                values = f"{torch_name}={value!r} and {name}={renamed[name]!r}"
+                raise ValueError(explain_error(subject, values, "one of them", f"Remove {torch_name}"))
+            renamed[name] = value
+    return renamed

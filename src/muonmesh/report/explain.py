@@ -134,8 +134,8 @@ class Explanation:
         )
         sets = sum((Counter(row.sets) for row in self.rows), Counter[str]())
         if set(sets) - {"polar_express"}:
-            told = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
-            table.append(f"orthogonalized: {told}")
+            text = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
+            table.append(f"orthogonalized: {text}")
         if self.relayed:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:
@@ -156,20 +156,20 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
     for group in groups:
         count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
         sizes = f"{count:,} parameter{'' if count == 1 else 's'}", f"{elements:,} element{'' if elements == 1 else 's'}"
-        told = [f"lr {_rate(group.get('lr'))}"]
+        settings = [f"lr {_rate(group.get('lr'))}"]
         rule = RULES.get(str(group.get("algorithm")))
         for key in () if rule is None else sorted({*rule.settings()} & {*group} - {"lr", "steps_taken"}):
             usual = GROUP_SETTINGS[key].default if key in GROUP_SETTINGS else None
             if str(group[key]) != str(usual):  # an invalid value may not support ==
-                told.append(f"{key} {group[key]}")
-        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(told)))
+                settings.append(f"{key} {group[key]}")
+        rows.append((f"{group.get('name')}:", str(group.get("algorithm")), *sizes, ", ".join(settings)))
     return "\n".join(aligned(rows, right=(2, 3)))
 
 
 def _rate(lr: object) -> str:
     """Return a learning rate as text, even an invalid one."""
-    known = isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta)
-    return f"{float(lr):.4g}" if known else repr(lr)  # type: ignore[arg-type]
+    readable = isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_meta)
+    return f"{float(lr):.4g}" if readable else repr(lr)  # type: ignore[arg-type]
 
 
 def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
@@ -181,12 +181,12 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     collectives = travelling.collectives + beside.collectives
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
-    kept = state_bytes_of(planned, precision)
+    state_bytes = state_bytes_of(planned, precision)
     placed = [(member, number) for number, member in enumerate(planned.muon) if member is not None]
-    placed += [(member, -1) for some in planned.adamw for member in some]
+    placed += [(member, -1) for members in planned.adamw for member in members]
     rows_of = defaultdict[Tensor, list[Row]](list)  # a flat tensor has a row for each of its parameters
     for member, number in placed:
-        group, state = groups[member.group], kept[member.name][0]
+        group, state = groups[member.group], state_bytes[member.name][0]
         if member.is_matrix:
             row = replace(_muon_row(group, member.group, planned, number), bytes=sent[number] * itemsize, state=state)
         else:
@@ -206,8 +206,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
         sum(sent.values()) * itemsize + beside.sent * precision.carried.itemsize,
         travelling.received * itemsize + beside.received * precision.carried.itemsize,
         plan.loads,
-        sum(total for total, _ in kept.values()),
-        sum(host for _, host in kept.values()),
+        sum(total for total, _ in state_bytes.values()),
+        sum(host for _, host in state_bytes.values()),
         sum(bool(relay.parts) for relay in plan.relays),
         plan.budget.bytes,
         sum(plan.assignments[n].matrix.numel > plan.bucket_elements for s in travelling.stages for n in s.moving),
@@ -221,14 +221,14 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) 
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
     how = [planned.orthogonalizers[of, matrix.shape] for matrix in parameter.matrices if rule.orthogonalizes]
-    sets = Counter(one.told for one in how)
+    sets = Counter(orthogonalizer.told for orthogonalizer in how)
     return Row(
         parameter.name,
         group["algorithm"],
         "",
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe().partition(" (")[0],  # without the fingerprint of flat shards
-        dict(Counter(one.owner for one in planned.plan.assignments if one.parameter == number)),
+        dict(Counter(a.owner for a in planned.plan.assignments if a.parameter == number)),
         sum(parameter.flops),
         0,
         max(step.rms for step in steps),

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.comm.agreement import STANDING, Agreement, standing
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of, local_shape
-from muonmesh.comm.telling import tell_all
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.numerics.normalize import sums_of_squares
@@ -25,7 +25,7 @@ _AGREEMENT = Agreement(*STANDING)
 
 
 def measure(
-    planned: Planned, here: Optimizer | None, error: Exception | None, runtime: Runtime
+    planned: Planned, optimizer: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
     """Return the figures of `Muon.metrics`, by one all-reduce of an fp64 vector over the ranks of the exchange.
 
@@ -34,7 +34,8 @@ def measure(
 
     Args:
         planned: The plan that all ranks have compared.
-        here: The optimizer to measure; None if the parameters of this rank have changed, so that it only takes part.
+        optimizer: The optimizer to measure; None if the parameters of this rank have changed, so that it only takes
+            part.
         error: The error of the groups of this rank, if any.
         runtime: The runtime state of the optimizer.
 
@@ -46,40 +47,40 @@ def measure(
         PlanError: on the other ranks.
     """
     exchange, waits = planned.exchange, host_waits(runtime, planned)
-    groups = here.param_groups if here is not None else ()
+    groups = optimizer.param_groups if optimizer is not None else ()
     names = planned.group_names([group["name"] for group in groups], exchange.group)
     totals = torch.zeros(len(names), len(_FIGURES), 2, dtype=torch.float64, device=planned.device)
-    known, follows = set[tuple[int, str]](), here is not None
-    if here is not None and error is None:
+    filled, follows = set[tuple[int, str]](), optimizer is not None
+    if optimizer is not None and error is None:
         try:
-            known = _add(totals, names, planned, here, runtime)
+            filled = _add(totals, names, planned, optimizer, runtime)
         except Exception as found:  # whatever a source raises: the other ranks wait for this rank
             error = found
     if error is not None and not waits and len(exchange.plan.ranks) == 1:
         raise error
-    reduce = partial(exchange.reduce_sums, what="the sum of the metrics")
+    reduce = partial(exchange.reduce_sums, name="the sum of the metrics")
     summed, agreed = _AGREEMENT.ask(standing(error, follows=follows), totals, reduce)
     if waits and bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
     if agreed.plan_again(waits=waits, follows=follows):
         return None
-    mine = {group["name"] for group in groups}
+    own_names = {group["name"] for group in groups}
     squares, elements = summed.unbind(-1)
     rms = (squares / elements).sqrt_()
     if waits:  # includes groups that only other ranks have
-        known = {(place, _FIGURES[figure]) for place, figure in elements.nonzero().tolist()}
+        filled = {(position, _FIGURES[figure]) for position, figure in elements.nonzero().tolist()}
         rms = rms.cpu()
     else:  # the CPU reads nothing, so only figures to which this rank contributes
         rms = torch.where(agreed.any("error", "replan"), torch.nan, rms)
     figures: dict[str, Any] = {}
-    for place, (group_name, row) in enumerate(zip(names, rms.tolist() if waits else rms.unbind(), strict=True)):
+    for position, (group_name, row) in enumerate(zip(names, rms.tolist() if waits else rms.unbind(), strict=True)):
         of = dict(zip(_FIGURES, row, strict=True))
-        if group_name not in mine:
+        if group_name not in own_names:
             continue
         for name in ("gradient", "momentum", "update"):
-            if (place, name) in known:
+            if (position, name) in filled:
                 figures[f"{group_name}/{name}_rms"] = of[name]
-        if (place, "update") in known and not (waits and of["weight"] == 0):
+        if (position, "update") in filled and not (waits and of["weight"] == 0):
             figures[f"{group_name}/update_to_weight"] = of["update"] / of["weight"]
     return figures
 
@@ -88,27 +89,27 @@ def _add(
     totals: Tensor,
     names: Sequence[str],
     planned: Planned,
-    here: Optimizer,
+    optimizer: Optimizer,
     runtime: Runtime,
 ) -> set[tuple[int, str]]:
     """Add squares and numbers of elements of this rank's shards to ``totals``; return the entries that it changed."""
-    places, sums = [names.index(group["name"]) for group in here.param_groups], runtime.last.squares
+    places, sums = [names.index(group["name"]) for group in optimizer.param_groups], runtime.last.squares
     cells, parts, copies = list[int](), list[Tensor](), list[int]()
-    known = set[tuple[int, str]]()
+    filled = set[tuple[int, str]]()
     masks = dict[int, Tensor]()  # by number of a part: zeros that count if other shards have a gradient
     for member in planned.members:
-        held = here.state.get(member.tensor, {})
+        state = optimizer.state.get(member.tensor, {})
         key = next(iter(member.state_layouts), "")  # the first state of a rule is its momentum
-        momentum = held.get(key)
+        momentum = state.get(key)
         if momentum is not None and local_of(momentum).dtype == torch.int8:
-            momentum = planned.blocks.wide(member.name, member.tensor, key, held)
+            momentum = planned.blocks.wide(member.name, member.tensor, key, state)
         gradient, present = runtime.source.gradient(member.tensor), runtime.last.absent.get(member.tensor, False)
         if gradient is None and present is not False:  # missing on this shard only
             gradient = totals.new_zeros(local_shape(member.gradient_storage))
         for figure, value in enumerate((gradient, momentum, member.tensor)):
             if value is None:
                 continue
-            known.add((places[member.group], _FIGURES[figure]))
+            filled.add((places[member.group], _FIGURES[figure]))
             if figure == 1 and local_of(value).device != totals.device:  # in CPU memory: in order with its copies back
                 value = local_of(value).to(totals.device, non_blocking=True)
             home = member.gradient_storage if figure == 0 else member.storage
@@ -122,14 +123,14 @@ def _add(
     if parts:  # all at once: one launch for many parts, and two copies to a device
         index = upload(cells, dtype=torch.int64, device=totals.device)
         counts = [[float(copy), part.numel() / copy] for part, copy in zip(parts, copies, strict=True)]
-        told = upload(counts, dtype=torch.float64, device=totals.device)
+        divisors = upload(counts, dtype=torch.float64, device=totals.device)
         for number, present in masks.items():
-            told[number, 1] *= present
-        squares = sums_of_squares(parts) / told[:, 0]
-        totals.view(-1, 2).index_add_(0, index, torch.stack([squares, told[:, 1]], dim=1))
-    for number, place in enumerate(places):
+            divisors[number, 1] *= present
+        squares = sums_of_squares(parts) / divisors[:, 0]
+        totals.view(-1, 2).index_add_(0, index, torch.stack([squares, divisors[:, 1]], dim=1))
+    for number, position in enumerate(places):
         if sums is not None and number in sums:
-            known.add((place, "update"))
-            totals[place, 3, 0] = torch.stack(sums[number]).sort().values.sum()  # threads add in any order
-            totals[place, 3, 1] = totals[place, 2, 1]
-    return known
+            filled.add((position, "update"))
+            totals[position, 3, 0] = torch.stack(sums[number]).sort().values.sum()  # threads add in any order
+            totals[position, 3, 1] = totals[position, 2, 1]
+    return filled

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muonmesh.comm.companions import ways_of
+from muonmesh.comm.factored_exchange import directions_of
 from muonmesh.comm.schedule import Stage, stages_of
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.storage import local_of, this_rank
-from muonmesh.comm.work import Batching
 from muonmesh.layout import Plan
-from muonmesh.layout.companion_plan import CompanionPlan
+from muonmesh.layout.factored_plan import FactoredPlan
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
 
@@ -55,31 +55,34 @@ class Traffic:
 
 def traffic(plan: Plan, rank: int) -> Traffic:
     """Return the traffic of ``rank`` in a step."""
-    stages, left = stages_of(plan, rank, plan.ranks, Batching())
-    passages = [passage for stage in stages for passage in (stage.passage, *stage.back)]
+    stages, trailing = stages_of(plan, rank, plan.ranks, Batching())
+    packed_all = [packed for stage in stages for packed in (stage.to_owners, *stage.back)]
     sent = Counter[int]()
-    for leg in itertools.chain.from_iterable(passage.leaving for passage in passages):
-        sent[leg.parameter] += leg.piece.numel
+    for row in itertools.chain.from_iterable(packed.leaving for packed in packed_all):
+        sent[row.parameter] += row.piece.numel
     sums = 2 * sum(bool(stage.summed) for stage in stages)  # the largest exponents, and the integers
     return Traffic(
         stages,
         tuple(
-            number for some in (*(stage.local for stage in stages), left) for one in some for number in one.assignments
+            number
+            for batches in (*(stage.local for stage in stages), trailing)
+            for batch in batches
+            for number in batch.assignments
         ),
         sent,
-        sum(passage.receives for passage in passages),
+        sum(packed.receives for packed in packed_all),
         sum(stage.gathers + len(stage.back) for stage in stages) + sums,
-        sum(max(sum(map(bool, passage.sent)), sum(map(bool, passage.received))) for passage in passages),
+        sum(max(sum(map(bool, packed.sent)), sum(map(bool, packed.received))) for packed in packed_all),
         _carried(plan, rank),
     )
 
 
 def _carried(plan: Plan, rank: int) -> Carried:
-    """Return the traffic of state that travels in addition to the matrices of a plan; see `CompanionPlan`."""
-    beside = CompanionPlan.beside(plan)
-    ways = () if beside is None else ways_of(beside.plan, rank, plan.ranks).values()
+    """Return the traffic of state that travels in addition to the matrices of a plan; see `FactoredPlan`."""
+    beside = FactoredPlan.beside(plan)
+    directions = () if beside is None else directions_of(beside.plan, rank, plan.ranks).values()
     return Carried(
-        *(sum(each) for each in zip(*((moves, way.sends, way.receives) for way, moves in ways), strict=True))
+        *map(sum, zip(*((moves, packed.sends, packed.receives) for packed, moves in directions), strict=True))
     )
 
 
@@ -91,7 +94,7 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
     Padding and other parameters of a flat buffer are left out. Scales of int8 blocks that several parameters of a flat
     buffer share are counted for the first of them.
     """
-    found = dict[str, tuple[int, int]]()
+    bytes_by_name = dict[str, tuple[int, int]]()
     coded = set[Tensor]()
     for member in planned.members:
         local, total, host = local_of(member.tensor), 0, 0
@@ -105,5 +108,5 @@ def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[in
             if form.dtype == torch.int8 and member.tensor not in coded:
                 coded.add(member.tensor)
                 total += torch.float32.itemsize * planned.blocks.size(member.tensor)
-        found[member.name] = total, host
-    return found
+        bytes_by_name[member.name] = total, host
+    return bytes_by_name

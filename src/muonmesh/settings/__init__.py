@@ -52,8 +52,8 @@ LOST_LAYOUTS: Any = {"layouts that were lost in pickling": None}
 """Stands for declared layouts, whose meshes cannot be pickled, in an unpickled optimizer."""
 
 
-def _dtype(default: object, *known: object, needed: str) -> Setting:
-    return Setting(default, lambda value: value in known, needed)
+def _dtype(default: object, *allowed: object, needed: str) -> Setting:
+    return Setting(default, lambda value: value in allowed, needed)
 
 
 _STEPS = f"a whole number from 1 to {MOST_STEPS}, or None for what the set is made for"
@@ -130,14 +130,14 @@ def shows_settings(function: _Function) -> _Function:
 
     The settings that are set most often come first (`FIRST`).
     """
-    *own, _ = inspect.signature(function).parameters.values()
+    *parameters, _ = inspect.signature(function).parameters.values()
     types = get_type_hints(MuonSettings)
     first = [*islice(GROUP_SETTINGS, FIRST[0]), *islice(OPTIMIZER_SETTINGS, FIRST[1])]
-    each = [
+    settings = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=SETTINGS[name].default, annotation=types[name])
         for name in dict.fromkeys((*first, *SETTINGS))
     ]
-    vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*own, *each])
+    vars(function)["__signature__"] = inspect.signature(function).replace(parameters=[*parameters, *settings])
     return function
 
 

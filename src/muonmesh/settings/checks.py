@@ -67,33 +67,34 @@ _TORCH_SWITCHES = {
 with the end of the sentence that says to leave it out."""
 
 
-def _check_optimizer(given: Mapping[str, Any]) -> None:
+def _check_optimizer(settings: Mapping[str, Any]) -> None:
     """Check the settings that all groups share.
 
     Raises:
         ValueError, TypeError: a setting is out of range, or this version of muonmesh does not support it.
     """
     for name, setting in OPTIMIZER_SETTINGS.items():
-        if not setting.fits(given[name]):
+        if not setting.fits(settings[name]):
             write = None
             if name.endswith("_dtype"):
-                meant = dtype_named(given[name]), setting.default, torch.float32
-                write = f"Write {name}={next(each for each in meant if each is not None and setting.fits(each))}"
-            raise ValueError(explain_error(name, f"{given[name]!r}", setting.needed, write))
-    check_process_group(given["process_group"])
-    if given["gradients"] != "to_owners":
-        check_source(given["gradients"])
-    elif given["shard_state"]:
+                meant = dtype_named(settings[name]), setting.default, torch.float32
+                write = f"Write {name}={next(dtype for dtype in meant if dtype is not None and setting.fits(dtype))}"
+            raise ValueError(explain_error(name, f"{settings[name]!r}", setting.needed, write))
+    check_process_group(settings["process_group"])
+    if settings["gradients"] != "to_owners":
+        check_source(settings["gradients"])
+    elif settings["shard_state"]:
         needed, write = "one of them, since owners keep all of the momentum", "Leave out shard_state"
         raise ValueError(explain_error("gradients", "'to_owners' with shard_state=True", needed, write))
-    if given["state_device"] is not None and given["state_dtype"] == "int8":
-        found, needed = 'state_device="cpu" with state_dtype="int8"', "momentum in floating point: ranks agree on the "
+    if settings["state_device"] is not None and settings["state_dtype"] == "int8":
+        problem = 'state_device="cpu" with state_dtype="int8"'
+        needed = "momentum in floating point: ranks agree on the "
         needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"
         raise ValueError(
-            explain_error(called("Muon"), found, needed, "Write state_dtype=torch.bfloat16, or no state_device")
+            explain_error(called("Muon"), problem, needed, "Write state_dtype=torch.bfloat16, or no state_device")
         )
-    if is_compiled(given["kernels"]):  # before anything is planned; whether parameters are on a CPU is known then
-        check_kernels(given["kernels"], device=torch.device("cpu"), dtype=given["compute_dtype"])
+    if is_compiled(settings["kernels"]):  # before anything is planned; whether parameters are on a CPU is known then
+        check_kernels(settings["kernels"], device=torch.device("cpu"), dtype=settings["compute_dtype"])
 
 
 def check_process_group(process_group: object, words: Sequence[str] = ("world", "local", "auto")) -> None:
@@ -108,8 +109,8 @@ def check_process_group(process_group: object, words: Sequence[str] = ("world", 
     """
     needed = ", ".join(f'"{word}"' for word in words) + ", a ProcessGroup or None"
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` gives the other ranks
-        found = "a group without this rank"
-        raise ValueError(explain_error("process_group", found, f"{needed}, with this rank in it"))
+        problem = "a group without this rank"
+        raise ValueError(explain_error("process_group", problem, f"{needed}, with this rank in it"))
     named = process_group is None or (isinstance(process_group, str) and process_group in words)
     _check(named or isinstance(process_group, dist.ProcessGroup), "process_group", process_group, needed)
 
@@ -125,8 +126,8 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
         alias = "muon" if group["use_muon"] else "adamw"
         of_matrices = isinstance(algorithm, str) and is_known(algorithm) and is_matrix_rule(algorithm)
         if algorithm not in (None, alias) and not (alias == "muon" and of_matrices):
-            found = f"algorithm={algorithm!r} and use_muon={group['use_muon']!r}"
-            raise ValueError(explain_error("group", found, "one of them", "Remove use_muon"))
+            problem = f"algorithm={algorithm!r} and use_muon={group['use_muon']!r}"
+            raise ValueError(explain_error("group", problem, "one of them", "Remove use_muon"))
         algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
     if not isinstance(algorithm, str) or not is_known(algorithm):
@@ -142,18 +143,18 @@ def needed_algorithm() -> str:
     return f'"muon" or "adamw", or another rule: {others}. Register one of your own with muonmesh.register_rule first'
 
 
-def _check(holds: bool, name: str, found: object, needed: str) -> None:
+def _check(holds: bool, name: str, value: object, needed: str) -> None:
     if not holds:
-        raise ValueError(explain_error(name, f"{found!r}", needed))
+        raise ValueError(explain_error(name, f"{value!r}", needed))
 
 
-def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> Any:
+def check_group(subject: str, group: Mapping[str, Any], *, read: bool = True) -> Any:
     """Check the hyperparameters and the keys of a group, and return the snapshot of its rule, if it has one.
 
     The constructor, new groups, loaded groups and every step's snapshot go through this.
 
     Args:
-        where: The group's name in messages, such as "group 'muon'".
+        subject: The group's name in messages, such as "group 'muon'".
         group: The group with all hyperparameters.
         read: Whether to check the rule's `keeps`. A step checks this only if the plan's signature has changed.
 
@@ -163,20 +164,20 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
     """
     for key in ("lr", *GROUP_SETTINGS):
         if key not in group:
-            raise ValueError(explain_error(where, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
+            raise ValueError(explain_error(subject, f"no {key!r}", "every setting", f"Set group[{key!r}] again"))
     needed = f"{NOT_NEGATIVE}, or a floating-point tensor of one element with it, in CPU memory"
-    _check(_is_rate(group["lr"]), f"{where}: lr", group["lr"], needed)
+    _check(_is_rate(group["lr"]), f"{subject}: lr", group["lr"], needed)
     for key, setting in GROUP_SETTINGS.items():
-        _check(setting.fits(group[key]), f"{where}: {key}", group[key], setting.needed)
-    _check_keys(where, group)
+        _check(setting.fits(group[key]), f"{subject}: {key}", group[key], setting.needed)
+    _check_keys(subject, group)
     means, needed = group.get(NORM_MEANS, FRESH_MEANS), "means and counts of three norms, finite numbers of at least 0"
-    _check(_are_means(means), f"{where}: {NORM_MEANS}", means, f"{needed}; {FRESH_MEANS} begins anew")
+    _check(_are_means(means), f"{subject}: {NORM_MEANS}", means, f"{needed}; {FRESH_MEANS} begins anew")
     coefficients = group["ns_coefficients"]
     try:  # whether the method fits the polynomials depends on neither shape nor dtype
         check = _check_named if isinstance(coefficients, str) else resolve_method
         check(1, 1, coefficients=coefficients, steps=group["ns_steps"], method=group["ns_method"])
     except (TypeError, ValueError) as error:
-        raise type(error)(about(where, _ARGUMENT.sub("ns_", str(error)))) from None
+        raise type(error)(about(subject, _ARGUMENT.sub("ns_", str(error)))) from None
     if "algorithm" not in group:
         return None
     rule = RULES[group["algorithm"]].of(group)
@@ -185,7 +186,7 @@ def check_group(where: str, group: Mapping[str, Any], *, read: bool = True) -> A
         if read:
             check_keeps(rule)
     except ValueError as error:
-        raise ValueError(about(where, str(error))) from None
+        raise ValueError(about(subject, str(error))) from None
     return rule
 
 
@@ -210,12 +211,12 @@ _check_named = lru_cache(resolve_method)
 """`resolve_method` for coefficient sets with a name; results are cached, because every step checks the groups."""
 
 
-def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_settings(lr: float | Tensor, settings: MuonSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check the arguments of an optimizer, and fill in the defaults.
 
     Args:
         lr: Learning rate.
-        given: The other arguments, by the names of muonmesh or of torch.optim.AdamW.
+        settings: The other arguments, by the names of muonmesh or of torch.optim.AdamW.
 
     Returns:
         The defaults of param groups, and the settings that all groups share.
@@ -224,27 +225,27 @@ def read_settings(lr: float | Tensor, given: MuonSettings) -> tuple[dict[str, An
         ValueError: a setting is out of range, or was given by both names.
         TypeError: an argument is unknown.
     """
-    where = called("Muon")
-    rest = own_names(where, given)
-    of_groups = {"lr": lr, **{name: rest.pop(name, each.default) for name, each in GROUP_SETTINGS.items()}}
+    subject = called("Muon")
+    rest = own_names(subject, settings)
+    of_groups = {"lr": lr, **{name: rest.pop(name, setting.default) for name, setting in GROUP_SETTINGS.items()}}
     of_groups[NORM_MEANS] = FRESH_MEANS
-    shared = {name: rest.pop(name, each.default) for name, each in OPTIMIZER_SETTINGS.items()}
+    shared = {name: rest.pop(name, setting.default) for name, setting in OPTIMIZER_SETTINGS.items()}
     of_all = {*SETTINGS, *Hyperparameters.settings()}
-    own = {name: rule for rule in reversed(RULES) for name in RULES[rule].settings() if name not in of_all}
+    rule_of_key = {name: rule for rule in reversed(RULES) for name in RULES[rule].settings() if name not in of_all}
     for name in rest.keys() - {*_TORCH_SWITCHES}:
-        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_INSTEAD, *own], 1)
-        meant = name if name in own else _OTHER_NAMES.get(name) or next(iter(close), None)
+        close = difflib.get_close_matches(name, ["lr", *SETTINGS, *_INSTEAD, *rule_of_key], 1)
+        meant = name if name in rule_of_key else _OTHER_NAMES.get(name) or next(iter(close), None)
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
-        if meant in own:
-            write = f'Write rule="{own[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
+        if meant in rule_of_key:
+            write = f'Write rule="{rule_of_key[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
         write = _INSTEAD.get(name, write)
-        raise TypeError(explain_error(where, f"the argument {name!r}", f"an argument of muonmesh.{where}", write))
+        raise TypeError(explain_error(subject, f"the argument {name!r}", f"an argument of muonmesh.{subject}", write))
     _check_optimizer(shared)
-    check_group(where, {**of_groups, **rest})
+    check_group(subject, {**of_groups, **rest})
     return of_groups, shared
 
 
-def check_structure(where: str, group: Mapping[str, Any]) -> None:
+def check_structure(subject: str, group: Mapping[str, Any]) -> None:
     """Check the entries of a group other than settings: its algorithm, name, parameters, and lists for its parameters.
 
     Raises:
@@ -253,30 +254,30 @@ def check_structure(where: str, group: Mapping[str, Any]) -> None:
     """
     for key in ("algorithm", "name", "params", "param_names"):
         if key not in group:
-            raise ValueError(explain_error(where, f"no {key!r}", "it as it was made", f"Set group[{key!r}] again"))
+            raise ValueError(explain_error(subject, f"no {key!r}", "it as it was made", f"Set group[{key!r}] again"))
     algorithm = group["algorithm"]
     if not (isinstance(algorithm, str) and (algorithm in RULES or is_known(algorithm))):
-        raise ValueError(explain_error(f"{where}: algorithm", f"{algorithm!r}", needed_algorithm()))
-    _check(isinstance(group["name"], str), f"{where}: name", group["name"], "a string")
+        raise ValueError(explain_error(f"{subject}: algorithm", f"{algorithm!r}", needed_algorithm()))
+    _check(isinstance(group["name"], str), f"{subject}: name", group["name"], "a string")
     count = len(group["params"])
     names = group["param_names"]
     if not isinstance(names, (list, tuple)) or not all([isinstance(name, str) for name in names]):
-        raise TypeError(explain_error(f"{where}: param_names", f"{names!r}", "a list of strings"))
+        raise TypeError(explain_error(f"{subject}: param_names", f"{names!r}", "a list of strings"))
     if len(names) != count:
-        found = f"{len(names)} param_names for {count} parameters"
+        problem = f"{len(names)} param_names for {count} parameters"
         write = "Leave param_names out or give all of them; add parameters by add_param_group. If DeepSpeed put flat "
         write += "tensors in their place, write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
         write += 'optimizer={"lr": 3e-4}). Instead of ZeroRedundancyOptimizer write Muon(..., shard_state=True)'
-        raise ValueError(explain_error(where, found, "one each", write))
+        raise ValueError(explain_error(subject, problem, "one each", write))
     for key in ("reasons", "matrices") if is_matrix_rule(algorithm) else ("reasons",):
         entries = group.get(key)
         if entries is not None and not (isinstance(entries, (list, tuple)) and len(entries) == count):
-            found, needed = f"{key}={entries!r} for {count} parameters", "a list with one entry per parameter"
+            problem, needed = f"{key}={entries!r} for {count} parameters", "a list with one entry per parameter"
             example = 'Write "matrices": ["whole", ("rows", 768, 768, 768), ...]'
-            raise ValueError(explain_error(where, found, needed, example if key == "matrices" else None))
+            raise ValueError(explain_error(subject, problem, needed, example if key == "matrices" else None))
 
 
-def _check_keys(where: str, group: Mapping[str, Any]) -> None:
+def _check_keys(subject: str, group: Mapping[str, Any]) -> None:
     """Raise a ValueError for keys that are not read, because they would silently have no effect."""
     rule = RULES[group["algorithm"]] if "algorithm" in group else Hyperparameters
     for key, value in group.items():
@@ -285,21 +286,22 @@ def _check_keys(where: str, group: Mapping[str, Any]) -> None:
         if key in _TORCH_SWITCHES:
             if value is not None and value is not False:
                 write = f"Leave {key} out{_TORCH_SWITCHES[key]}"
-                raise ValueError(explain_error(where, f"{key}={value!r}", "False: muonmesh has no such switch", write))
+                needed = "False: muonmesh has no such switch"
+                raise ValueError(explain_error(subject, f"{key}={value!r}", needed, write))
             continue
         readers = [name for name, other in RULES.items() if key in other.settings()]
         if readers:
             algorithm = f"algorithm={group.get('algorithm')!r}"
-            found = f"the key {key!r}, which this group does not read"
+            problem = f"the key {key!r}, which this group does not read"
             needed = f"a setting of {algorithm}, or a rule that reads it"
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
-            raise ValueError(explain_error(where, found, needed, write))
-        known = (*rule.settings(), *_GROUP_KEYS)
-        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), known, 1, 0.8)), None)
+            raise ValueError(explain_error(subject, problem, needed, write))
+        keys = (*rule.settings(), *_GROUP_KEYS)
+        meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), keys, 1, 0.8)), None)
         if meant is not None:
-            raise ValueError(explain_error(where, f"the key {key!r}", f"{meant!r}", "Rename it"))
-        ours = [name for name in rule.settings() if str(key) in name]  # beta2: normuon_beta2
-        near = [f" (the nearest is {name!r})" for name in ours or difflib.get_close_matches(str(key), known)]
-        found, needed = f"the key {key!r}, which muonmesh does not know", f"a setting{''.join(near[:1])}"
+            raise ValueError(explain_error(subject, f"the key {key!r}", f"{meant!r}", "Rename it"))
+        similar = [name for name in rule.settings() if str(key) in name]  # beta2: normuon_beta2
+        near = [f" (the nearest is {name!r})" for name in similar or difflib.get_close_matches(str(key), keys)]
+        problem, needed = f"the key {key!r}, which muonmesh does not know", f"a setting{''.join(near[:1])}"
         write = f"Remove it or, if a framework of yours reads it, write muonmesh.settings.FOREIGN_KEYS.add({key!r})"
-        raise ValueError(explain_error(where, found, needed, write))
+        raise ValueError(explain_error(subject, problem, needed, write))

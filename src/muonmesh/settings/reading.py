@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +15,11 @@ from muonmesh.numerics.rules import RULES, Rule
 from muonmesh.settings.checks import check_group, check_structure
 
 
-class GroupRead(NamedTuple):
+class GroupRead:
     """A param group as a step has read it.
+
+    Args:
+        group: The group.
 
     Attributes:
         keys: Its keys.
@@ -25,27 +28,18 @@ class GroupRead(NamedTuple):
         rule: The snapshot of its rule.
         at_rest: Whether its learning rate is exactly 0.
         terms: What a plan depends on, see `plan_terms`.
+
+    Raises:
+        ValueError, TypeError: an entry is missing, unknown or has no allowed value.
     """
 
-    keys: list[str]
-    contents: list[object]
-    rule: Any
-    at_rest: bool
-    terms: object
-
-    @staticmethod
-    def of(group: Mapping[str, Any]) -> GroupRead:
-        """Check a group and read it.
-
-        Raises:
-            ValueError, TypeError: an entry is missing, unknown or has no allowed value.
-        """
-        where = f"group {group.get('name')!r}"
-        check_structure(where, group)
-        rule = check_group(where, group, read=False)
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        subject = f"group {group.get('name')!r}"
+        check_structure(subject, group)
+        self.rule = check_group(subject, group, read=False)
         fixed = all([key == "params" or _is_fixed(value, lists=True) for key, value in group.items()])
-        contents = _contents(group) if fixed else []
-        return GroupRead([*group], contents, rule, float(group["lr"]) == 0, plan_terms(group, rule))
+        self.keys, self.contents = [*group], _contents(group) if fixed else []
+        self.at_rest, self.terms = float(group["lr"]) == 0, plan_terms(group, self.rule)
 
     def is_current(self, group: Mapping[str, Any]) -> bool:
         """Return whether a group holds the same objects, none of which can change, and its rule is the same."""
@@ -55,29 +49,33 @@ class GroupRead(NamedTuple):
         return [*group] == self.keys and RULES.get(group["algorithm"]) is type(self.rule)
 
 
-class SettingsFound(NamedTuple):
+class StepSettings:
     """The settings that a step reads from the param groups.
 
-    Attributes:
+    Args:
+        groups: The groups as they were read, up to the first one with an error.
+        count: The number of groups.
         error: The first error; None if there is none.
+
+    Attributes:
+        groups, error: As given.
         at_rest: Whether every learning rate is exactly 0.
         rules: For each group the snapshot of its rule for this step; None from the first group with an error on.
         terms: For each group what a plan depends on, see `plan_terms`; none from the first group with an error on.
         counting: The numbers of the groups in which steps are counted (`Hyperparameters.counts_steps`).
-        groups: The groups as they were read, up to the first one with an error.
     """
 
-    error: Exception | None
-    at_rest: bool
-    rules: list[Any]
-    terms: list[object]
-    counting: list[int]
-    groups: list[GroupRead]
+    def __init__(self, groups: Sequence[GroupRead], count: int, error: Exception | None) -> None:
+        self.groups, self.error = groups, error
+        self.at_rest = error is None and all([group.at_rest for group in groups])
+        self.rules: list[Any] = [group.rule for group in groups] + [None] * (count - len(groups))
+        self.terms = [group.terms for group in groups]
+        self.counting = [number for number, group in enumerate(groups) if group.rule.counts_steps]
 
 
 def read_groups(
-    groups: Sequence[Mapping[str, Any]], replaced: dict[Tensor, int], last: SettingsFound | None = None
-) -> SettingsFound:
+    groups: Sequence[Mapping[str, Any]], replaced: dict[Tensor, int], last: StepSettings | None = None
+) -> StepSettings:
     """Check and read the current settings of all groups, in every step. An error is returned, so all ranks learn of it.
 
     Args:
@@ -86,28 +84,21 @@ def read_groups(
         last: What the last step has read. Groups that have not changed since then are taken from it.
     """
     error: Exception | None = None
-    before, found = [] if last is None else last.groups, list[GroupRead]()
+    before, groups_read = () if last is None else last.groups, list[GroupRead]()
     try:
         if any(_version(tensor) != version for tensor, version in replaced.items()):
             replaced.update({tensor: _version(tensor) for tensor in replaced})
-            what = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
+            problem = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
             write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
-            raise ValueError(explain_error("lr", what, "a change of each group's own tensor", write))
+            raise ValueError(explain_error("lr", problem, "a change of each group's own tensor", write))
         for number, group in enumerate(groups):
             read = before[number] if number < len(before) else None
-            found.append(read if read is not None and read.is_current(group) else GroupRead.of(group))
+            groups_read.append(read if read is not None and read.is_current(group) else GroupRead(group))
     except (TypeError, ValueError) as wrong:
         error = wrong
-    if last is not None and last.error is error is None and [*map(id, found)] == [*map(id, before)]:
+    if last is not None and last.error is error is None and [*map(id, groups_read)] == [*map(id, before)]:
         return last
-    return SettingsFound(
-        error,
-        error is None and all([group.at_rest for group in found]),
-        [group.rule for group in found] + [None] * (len(groups) - len(found)),
-        [group.terms for group in found],
-        [number for number, group in enumerate(found) if group.rule.counts_steps],
-        found,
-    )
+    return StepSettings(groups_read, len(groups), error)
 
 
 def plan_terms(group: Mapping[str, Any], rule: Any) -> object:

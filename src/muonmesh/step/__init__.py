@@ -6,7 +6,7 @@
    finds that nothing has changed since the last step, so that nothing is planned, checked or collected again.
 3. `preflight` lets all ranks agree before any rank writes, by the `flag_vector` and the `replicas`.
 4. `parameters` creates missing state and makes local tensors contiguous. `muon_step` prepares, computes and finalizes
-   for the exchange: by the parts of rules, or by one launch of a kernel in `by_kernel`. `stored_companions` has state
+   for the exchange: by the parts of rules, or by one launch of a kernel in `by_kernel`. `stored_factored` has state
    by row, column or matrix. `elementwise_step` steps AdamW's parameters during the first gather.
 5. State that is kept otherwise than it is computed with has a codec: `int8_momentum`, and `offload`, which copies state
    from CPU memory.

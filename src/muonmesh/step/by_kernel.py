@@ -20,7 +20,7 @@ from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
-from muonmesh.step.parameter_steps import ParameterStep, rounds_to_nearest
+from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.parameters import ReadyParameters
 
 
@@ -81,11 +81,11 @@ def mark_nonzero(
         return table.rows
     held = [gradients[number] for number in table.parameters]
     divided: tuple[list[_Launch], list[Row]]
-    last, divided = table.kept.get(_NONZERO, (None, ([], [])))
+    last, divided = table.derived.get(_NONZERO, (None, ([], [])))
     if version is None or last is not version:
         forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in held])
         divided = _divided(table, _NONZERO, forms, (), SEARCHED)
-        table.kept[_NONZERO] = version, divided
+        table.derived[_NONZERO] = version, divided
     launches, left = divided
     for launch in launches:
         launch.pieces.version = version
@@ -338,4 +338,4 @@ def _adds(rule: Any) -> bool:
     """Whether a rule only decays weights in full and subtracts a multiple of the update, as the kernel does."""
     if not isinstance(rule, Rule) or rule.overrides("apply", "decay", "summands"):
         return False
-    return rule.decay_mode == "full" and rounds_to_nearest(rule)
+    return rule.decay_mode == "full" and rule.stochastic_rounding is None

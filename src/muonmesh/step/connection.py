@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.copies import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.exchange import Exchange
-from muonmesh.comm.meeting import connected
+from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank, send_objects_by
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
+from muonmesh.comm.rendezvous import connected
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
-from muonmesh.comm.telling import send_by, tell_all, tell_by_rank
+from muonmesh.comm.undeclared_replicas import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
 from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
 from muonmesh.errors import about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
-from muonmesh.settings.reading import SettingsFound, plan_terms, read_groups
+from muonmesh.settings.reading import StepSettings, plan_terms, read_groups
 from muonmesh.step.members import (
     OptimizedParameter,
     check_members,
@@ -133,43 +133,43 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Plan
     if planned is not None and planned.connected:
         return planned
     if world_size() > 1 and error is None:
-        runtime.ranks.wrappers = wrappers_of([tensor for each in groups for tensor in each["params"]])
+        runtime.ranks.wrappers = wrappers_of([tensor for param_group in groups for tensor in param_group["params"]])
         refuse_join(runtime.ranks.wrappers)
     ranks = connected(sets, alone=runtime.process_group == "local")
     group = group_of(ranks, _groups_known(planned, runtime))
     facts: Facts | None = None
     sums: Gradients = {}
     if planned is not None:
-        send_by(planned.device)
+        send_objects_by(planned.device)
         try:
             claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
-            products = runtime.asked.kernels, auto_takes() if bf16 else None
+            products = runtime.requested.kernels, auto_takes() if bf16 else None
             facts = Facts(claims, products, runtime.ranks.machine, added(sums))
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
-    facts_of = cast(dict[int, Facts], tell_by_rank(facts, error, group=group))
-    copies = find_copies({rank: each.claims for rank, each in facts_of.items()})
+    facts_of = cast(dict[int, Facts], gather_objects_by_rank(facts, error, group=group))
+    copies = find_copies({rank: rank_facts.claims for rank, rank_facts in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)
     planned = runtime.planned = _plan_of_all(planned, error, ranks, group, _planner(runtime))
     # Only now: tensors of other shapes have other gradients, and the difference of the plans says why.
-    averages = {rank: each.averages for rank, each in facts_of.items()}
-    insist_on_averages(averages, lambda: tell_by_rank(sums, group=group))
-    owned = [number for number, one in enumerate(planned.plan.assignments) if one.owner == planned.rank]
+    averages = {rank: rank_facts.averages for rank, rank_facts in facts_of.items()}
+    insist_on_averages(averages, lambda: gather_objects_by_rank(sums, group=group))
+    owned = [number for number, assignment in enumerate(planned.plan.assignments) if assignment.owner == planned.rank]
     orthogonalizers = {number: planned.orthogonalizer(number) for number in owned}
     planned.exchange = Exchange(
         planned.plan,
         group=group,
         dtype=runtime.precision.wire,
-        companion_dtype=runtime.precision.carried,
+        factored_dtype=runtime.precision.carried,
         device=planned.device,
         batching=Batches(planned.plan, planned.device, orthogonalizers, runtime.precision.on_host),
     )
     planned.connected, runtime.connected = True, planned
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
-    runtime.source.complete(planned.exchange.wire.steps)
+    runtime.source.complete(planned.exchange.communicator.steps)
     if "rounding" not in runtime.warned:
         runtime.warned.add("rounding")
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
@@ -186,18 +186,18 @@ def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool
         runtime: The runtime state of the optimizer; its ``precision`` and ``ranks.machine`` are written.
         facts_of: The facts of each rank of the connected set.
     """
-    machine, (first, mine), *_ = runtime.ranks.machine, *facts_of.items()
-    runtime.ranks.machine = machine if len({each.machine for each in facts_of.values()}) == 1 else 0
-    other = next((rank for rank, each in facts_of.items() if each.products != mine.products), None)
-    free = all(each.products[0] == "auto" for each in facts_of.values())
-    kernels: KernelName = "torch" if free and other is not None else runtime.asked.kernels
+    machine, (first, own_facts), *_ = runtime.ranks.machine, *facts_of.items()
+    runtime.ranks.machine = machine if len({rank_facts.machine for rank_facts in facts_of.values()}) == 1 else 0
+    other = next((rank for rank, rank_facts in facts_of.items() if rank_facts.products != own_facts.products), None)
+    free = all(rank_facts.products[0] == "auto" for rank_facts in facts_of.values())
+    kernels: KernelName = "torch" if free and other is not None else runtime.requested.kernels
     if kernels == runtime.precision.kernels:
         return runtime.ranks.machine != machine
     runtime.precision = replace(runtime.precision, kernels=kernels)
-    if kernels != runtime.asked.kernels and this_rank() == first:
-        what = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
-        what += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
-        warn(about('kernels="auto"', what))
+    if kernels != runtime.requested.kernels and this_rank() == first:
+        text = f"The ranks {first} and {other} have different compiled products, so all ranks use torch's products. "
+        text += 'Install the same wheel on machines with the same kind of CPU, or write kernels="torch"'
+        warn(about('kernels="auto"', text))
     return True
 
 
@@ -215,10 +215,10 @@ def _plan_of_all(
         PlanError: on every rank, if plans of the same parameters differ.
     """
     error = error or unknown_matrix([] if planned is None else planned.members)
-    plans = tell_all(None if planned is None else planned.plan.digest, error, group=group)
+    plans = gather_objects(None if planned is None else planned.plan.digest, error, group=group)
     assert planned is not None
     if len(set(plans)) > 1 or ranks != planned.plan.ranks:  # other ranks hold other parameters: plan all
-        views = tell_all(View(planned.plan.parameters, planned.plan.elementwise), group=group)
+        views = gather_objects(View(planned.plan.parameters, planned.plan.elementwise), group=group)
         planned = widened(planned, views, ranks, planner)
         insist(group, planned.plan)
     return planned
@@ -227,12 +227,12 @@ def _plan_of_all(
 def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
     """Return process groups that may have the ranks of a connected set: of the user, the source and meshes."""
     members = [] if planned is None else planned.members
-    given = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
+    candidates = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
     meshes = mesh_groups([member.storage for member in members])
-    return [group for group in given if isinstance(group, dist.ProcessGroup)] + meshes
+    return [group for group in candidates if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Planned | None:
+def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> Planned | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -251,7 +251,7 @@ def outdated(groups: Groups, runtime: Runtime, settings: SettingsFound) -> Plann
     if before is None:
         return None
     same = settings.error is None and before.signature == Signature.of(groups, runtime, settings.terms)
-    runtime.source.complete(before.exchange.wire.steps)
+    runtime.source.complete(before.exchange.communicator.steps)
     return None if same else before
 
 
@@ -269,10 +269,10 @@ def _read(
     """
     replicas_of(runtime.process_group)  # raises if the process group was lost in pickling
     try:
-        for known in (runtime.planned, runtime.connected):
-            if copies is None and known is not None and known.signature == Signature.of(groups, runtime):
-                runtime.planned = known
-                return known, known.sets, None
+        for candidate in (runtime.planned, runtime.connected):
+            if copies is None and candidate is not None and candidate.signature == Signature.of(groups, runtime):
+                runtime.planned = candidate
+                return candidate, candidate.sets, None
         for group in groups:
             check_members(group, groups, runtime.layouts, runtime.source, runtime.precision.master)
         runtime.ranks.group = _group_found(groups, runtime)
@@ -281,8 +281,9 @@ def _read(
         if runtime.connected is not None:
             return None, runtime.connected.sets, wrong
         return None, likely_sets(groups, runtime.holders, runtime.layouts, runtime.source), wrong
+    copies, shard_state = copies or {}, runtime.requested.shard_state
     members, sets, error = members_of(
-        groups, runtime.holders, runtime.layouts, runtime.source, copies or {}, shard_state=runtime.asked.shard_state
+        groups, runtime.holders, runtime.layouts, runtime.source, copies, shard_state=shard_state
     )
     if error is not None:
         return None, sets, error
@@ -297,9 +298,9 @@ def _read(
 def _planner(runtime: Runtime) -> Planner:
     def planner(parameters: Sequence[Parameter], *, host: bool, **others: Any) -> Plan:
         itemsize = runtime.precision.compute.itemsize
-        budget = Budget.of(parameters, runtime.asked.memory_budget_mb, itemsize=itemsize, host=host)
+        budget = Budget.of(parameters, runtime.requested.memory_budget_mb, itemsize=itemsize, host=host)
         return make_plan(
-            parameters, known=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
+            parameters, fixed_owners=runtime.ranks.keepers, machine=runtime.ranks.machine, budget=budget, **others
         )
 
     return planner

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.numerics.kernels.threads import together
+from muonmesh.numerics.kernels.threads import all_threads
 from muonmesh.numerics.rules import ElementwiseRule, parts
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.offload import Offload
@@ -18,7 +18,7 @@ from muonmesh.step.parameter_steps import ParameterStep, prepare_state, round_st
 from muonmesh.step.state_layout import COUNT, Precision
 
 
-@together()
+@all_threads()
 def step_elementwise(
     rule: ElementwiseRule,
     entries: Sequence[ParameterStep],

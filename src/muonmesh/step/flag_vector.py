@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -20,9 +19,8 @@ DIGEST = 64
 """Questions about the settings that the CPU knows, and again about those that only the device knows."""
 
 
-@dataclass(frozen=True)
 class FlagVector:
-    """The questions before a step, which follow from its plan.
+    """The questions before a step, which follow from its plan. Only ``own_shards`` differs between its ranks.
 
     - `STANDING`.
     - "skip": does a rank want this step to change nothing? "overflow": has its GradScaler found an overflow? "moves":
@@ -35,50 +33,40 @@ class FlagVector:
     - "placed": for each mesh axis of a parameter with replicas, is its gradient partial in the same way?
     - "settings", "values": for each set of ranks that share parameters, are the hashes of their settings equal?
 
+    Args:
+        plan: The plan.
+        rank: The rank of this process.
+
     Attributes:
-        matrices: Number of Matrices of the plan.
-        mine: For each parameter, Muon's first and then AdamW's, the places in "shard" of what this rank stores.
+        agreement: The place of each question in the vector.
+        own_shards: For each parameter, Muon's first and then AdamW's, the places in "shard" of what this rank stores.
         shards: For each shard that replicas hold, the number of its parameter.
         axes: For each parameter with replicas by its number, its mesh axes as places among those of all parameters.
         shared: For each set of ranks that share parameters the numbers of those parameters.
     """
 
-    matrices: int
-    mine: tuple[tuple[int, ...], ...]
-    shards: tuple[int, ...]
-    axes: dict[int, range]
-    shared: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(plan: Plan, rank: int) -> FlagVector:
-        """Lay out the flags of a plan; only ``mine`` differs between the ranks of the connected set."""
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.own_shards, self.shards, self.axes = list[Sequence[int]](), list[int](), dict[int, range]()
+        width, shared = 0, dict[tuple[int, ...], list[int]]()
         parameters: list[Parameter | Elementwise] = [*plan.parameters, *plan.elementwise]
-        mine, shards, axes, width = list[tuple[int, ...]](), list[int](), dict[int, range](), 0
-        shared: dict[tuple[int, ...], list[int]] = {}
         for number, parameter in enumerate(parameters):
-            target, ranks, first = parameter.target, tuple(parameter.target.ranks), len(shards)
+            target, ranks, first = parameter.target, tuple(parameter.target.ranks), len(self.shards)
             stores = target.copies() > 1 and rank in ranks
-            mine.append(tuple(first + part for part in target.parts(rank)) if stores else ())
+            self.own_shards.append([first + part for part in target.parts(rank)] if stores else [])
             if target.copies() > 1:
-                shards += [number] * target.part_count()
-                axes[number] = range(width, width + len(getattr(target, "mesh", ())))
-                width = axes[number].stop
+                self.shards += [number] * target.part_count()
+                self.axes[number] = range(width, width + len(getattr(target, "mesh", ())))
+                width = self.axes[number].stop
             if len(ranks) > 1:
                 shared.setdefault(ranks, []).append(number)
-        sets = tuple(map(tuple, shared.values()))
-        return FlagVector(len(plan.assignments), tuple(mine), tuple(shards), axes, sets)
-
-    @cached_property
-    def agreement(self) -> Agreement:
-        """The place of each question in the vector."""
-        width = sum(map(len, self.axes.values()))
-        return Agreement(
+        self.shared = [*shared.values()]
+        self.agreement = Agreement(
             *STANDING,
             Field("skip"),
             Field("overflow"),
             Field("moves"),
-            Field("nonzero", self.matrices),
-            Field("present", len(self.mine)),
+            Field("nonzero", len(plan.assignments)),
+            Field("present", len(self.own_shards)),
             Field("shard", len(self.shards), "equal"),
             Field("placed", PLACED * width, "equal"),
             Field("settings", DIGEST * len(self.shared), "equal"),
@@ -91,30 +79,30 @@ class FlagVector:
         Args:
             entries: The parameters with their gradients, as the plan numbers them; None: others hold the parameter.
         """
-        said = {name: self.agreement.silence(name) for name in ("present", "shard", "placed")}
-        for number, (shards, entry) in enumerate(zip(self.mine, entries, strict=True)):
+        answers = {name: self.agreement.silence(name) for name in ("present", "shard", "placed")}
+        for number, (shards, entry) in enumerate(zip(self.own_shards, entries, strict=True)):
             if entry is None:
                 continue
             present, over = entry.gradient is not None, partial_axes(entry.gradient)
-            said["present"][number] = present
+            answers["present"][number] = present
             if not any(over):
                 for shard in shards:
-                    said["shard"][shard] = present
+                    answers["shard"][shard] = present
             if present and (axes := self.axes.get(number)):
                 # Replicas outside a DTensor's mesh stand in front.
                 for axis, op in zip(axes, (0,) * (len(axes) - len(over)) + over, strict=True):
-                    said["placed"][PLACED * axis : PLACED * (axis + 1)] = [op >> bit & 1 for bit in range(PLACED)]
-        return said
+                    answers["placed"][PLACED * axis : PLACED * (axis + 1)] = [op >> bit & 1 for bit in range(PLACED)]
+        return answers
 
     def partial(self, agreed: Agreed) -> dict[int, list[int]]:
         """Return the parameters of which a rank has a partial gradient, by number: its reduction along each axis."""
-        bits = agreed.each("placed").tolist()
+        bits = agreed.answers("placed").tolist()
         if not any(bits):
             return {}
         digits = [bits[first : first + PLACED] for first in range(0, len(bits), PLACED)]
-        ops = [sum(bit << place for place, bit in enumerate(some)) for some in digits]
-        found = {number: [ops[axis] for axis in axes] for number, axes in self.axes.items()}
-        return {number: over for number, over in found.items() if any(over)}
+        ops = [sum(bit << shift for shift, bit in enumerate(digit_bits)) for digit_bits in digits]
+        reductions = {number: [ops[axis] for axis in axes] for number, axes in self.axes.items()}
+        return {number: over for number, over in reductions.items() if any(over)}
 
 
 @dataclass

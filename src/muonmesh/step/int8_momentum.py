@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import local_of
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import StateError, explain_error
 from muonmesh.layout import Piece, Plan
 from muonmesh.layout.line_segments import BLOCK, LineSegment, grid_of, line_segments_of, shares_blocks
@@ -80,25 +80,25 @@ class Blocks:
 
         The result is the same on every rank. It is empty if every rank stores whole blocks only.
         """
-        found, start = dict[int, _MatrixBlocks](), 0
+        grids, start = dict[int, _MatrixBlocks](), 0
         for number, assignment in enumerate(self.plan.assignments):
             if shares_blocks(self.plan.parameters[assignment.parameter].momentum_storage, assignment.matrix):
                 lines, length = grid_of(assignment.matrix)
                 blocks = -(-length // BLOCK)
-                found[number] = _MatrixBlocks(0, 0, lines, blocks, start)
+                grids[number] = _MatrixBlocks(0, 0, lines, blocks, start)
                 start += lines * blocks
-        return found
+        return grids
 
     @cached_property
     def count(self) -> int:
         """The number of blocks whose scales the ranks agree on in a step."""
         return sum(grid.lines * grid.blocks for grid in self.shared.values())
 
-    def agree(self, wire: Wire, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
+    def agree(self, communicator: Communicator, measure: Callable[[Tensor], None] = lambda _: None) -> Tensor | None:
         """Return the largest momentum of each block that several pieces share, over all ranks, which all call this.
 
         Args:
-            wire: Sends to the other ranks.
+            communicator: Sends to the other ranks.
             measure: Writes what this rank has (`Momentum.measure`) into int32 (blocks,), zeros before.
 
         Returns:
@@ -108,11 +108,11 @@ class Blocks:
             return None
         largest = torch.zeros(self.count, dtype=torch.int32, device=self.device)
         measure(largest)
-        wire.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
+        communicator.reduce(largest, dist.ReduceOp.MAX, "the agreement on blocks of momentum")
         return largest
 
     @cached_property
-    def _here(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
+    def _grids_and_sizes(self) -> tuple[dict[int, _MatrixBlocks], dict[Tensor, int]]:
         """The grid of each matrix of which this rank stores a part, and the number of scales of each tensor here."""
         grids, sizes = dict[int, _MatrixBlocks](), dict[Tensor, int]()
         for tensor, matrices in self.holdings.items():
@@ -131,11 +131,11 @@ class Blocks:
 
     def grid(self, number: int) -> _MatrixBlocks:
         """Return the grid of blocks of a matrix of which this rank stores a part."""
-        return self._here[0][number]
+        return self._grids_and_sizes[0][number]
 
     def size(self, tensor: Tensor) -> int:
         """Return how many scales a tensor has on this rank."""
-        return self._here[1][tensor]
+        return self._grids_and_sizes[1][tensor]
 
     def segments(self, number: int, piece: Piece) -> tuple[LineSegment, ...]:
         """Return the segments of a piece of a matrix."""
@@ -157,19 +157,19 @@ class Blocks:
             count, size = state[key + SCALE].numel(), self.size(tensor)
             other = wrote is not None and wrote is not self and wrote._form(tensor) not in (None, self._form(tensor))
             if other or count != size:
-                found = f"{count} scales of {key}" + (
+                problem = f"{count} scales of {key}" + (
                     ", of the matrices that it was split into before" if other else ""
                 )
                 needed = f"{size}, one for each block that this rank stores"
                 write = "Reshard or split a parameter otherwise after optimizer.state_dict(), or load the state again, "
                 write += "since both keep the momentum in fp32 until the next step"
-                raise StateError(explain_error(name, found, needed, write))
+                raise StateError(explain_error(name, problem, needed, write))
 
     def _form(self, tensor: Tensor) -> object:
         """Return the grids and segments that map codes of a tensor to scales; None for a tensor outside the plan."""
         if tensor not in self.holdings:
             return None
-        pieces = [(number, piece) for number, some in self.holdings[tensor].items() for piece in some]
+        pieces = [(number, piece) for number, pieces_there in self.holdings[tensor].items() for piece in pieces_there]
         return [(self.grid(number), self.segments(number, piece)) for number, piece in pieces if piece.numel]
 
     def wide(self, name: str, tensor: Tensor, key: str, state: Mapping[str, Any]) -> Tensor:
@@ -178,16 +178,16 @@ class Blocks:
         Raises:
             StateError: the number of scales does not fit the blocks that this rank stores.
         """
-        held = local_of(state[key])
-        if held.dtype != torch.int8:
-            return held
+        stored = local_of(state[key])
+        if stored.dtype != torch.int8:
+            return stored
         self.check(None, name, tensor, state)
-        momentum = Momentum.of(self, tensor, key, held, dict(state))
-        found = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
+        momentum = Momentum.of(self, tensor, key, stored, dict(state))
+        decoded = torch.zeros(stored.shape, dtype=torch.float32, device=stored.device)
         for number, pieces in self.holdings[tensor].items():
             for piece in pieces:
-                view_in_storage(found, piece).copy_(momentum.read(number, piece))
-        return found
+                view_in_storage(decoded, piece).copy_(momentum.read(number, piece))
+        return decoded
 
 
 @dataclass
@@ -209,7 +209,7 @@ class Momentum:
     encoded: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(blocks: Blocks, tensor: Tensor, key: str, held: Tensor, state: dict[str, Any]) -> Momentum:
+    def of(blocks: Blocks, tensor: Tensor, key: str, stored: Tensor, state: dict[str, Any]) -> Momentum:
         """Return the momentum under a key of a parameter's state; create its scales if they are missing.
 
         `Blocks.check` must have checked the state.
@@ -222,25 +222,25 @@ class Momentum:
             state: The whole state of the parameter, written.
         """
         loaded = None
-        if held.dtype != torch.int8:
-            held, loaded = torch.zeros(held.shape, dtype=torch.int8, device=held.device), held
+        if stored.dtype != torch.int8:
+            stored, loaded = torch.zeros(stored.shape, dtype=torch.int8, device=stored.device), stored
             state.pop(key + SCALE, None)
         if key + SCALE not in state:
-            state[key + SCALE] = torch.zeros(blocks.size(tensor), dtype=torch.float32, device=held.device)
-        return Momentum(blocks, held, state[key + SCALE], loaded)
+            state[key + SCALE] = torch.zeros(blocks.size(tensor), dtype=torch.float32, device=stored.device)
+        return Momentum(blocks, stored, state[key + SCALE], loaded)
 
     def read(self, number: int, piece: Piece) -> Tensor:
         """Return the momentum of a piece of a matrix, or of a part of a piece: fp32, contiguous, of its shape."""
         if self.loaded is not None and number not in self.encoded:
             view = view_in_storage(self.loaded, piece)
             return view.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        found = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
-        for segment, place in self._segments(number, piece, found):
+        values = torch.empty(piece.shape, dtype=torch.float32, device=self.codes.device)
+        for segment, elements in self._segments(number, piece, values):
             scales = self.blocks.grid(number).of(self.scales, segment)
-            place.copy_(
+            elements.copy_(
                 blockwise.decode(self._codes(segment), scales, self.blocks.codes, first=segment.first, size=BLOCK)
             )
-        return found
+        return values
 
     def measure(self, number: int, piece: Piece, values: Tensor, into: Tensor) -> None:
         """Write the largest magnitude of each block into ``into``, the vector that the ranks reduce by maximum.
@@ -248,10 +248,10 @@ class Momentum:
         The bits of each magnitude are written as int32. For numbers that are not negative, the bits have the same order
         as the numbers, and NaN is the largest.
         """
-        for segment, place in self._segments(number, piece, values):
-            told = blockwise.largest(place, first=segment.first, size=BLOCK).view(torch.int32)
-            mine = self.blocks.shared[number].of(into, segment)
-            torch.maximum(mine, told, out=mine)
+        for segment, elements in self._segments(number, piece, values):
+            magnitudes = blockwise.largest(elements, first=segment.first, size=BLOCK).view(torch.int32)
+            shared_blocks = self.blocks.shared[number].of(into, segment)
+            torch.maximum(shared_blocks, magnitudes, out=shared_blocks)
 
     def write(self, number: int, piece: Piece, values: Tensor, agreed: Tensor | None) -> None:
         """Encode the momentum of a whole piece of a matrix, and store codes and scales.
@@ -264,15 +264,15 @@ class Momentum:
         """
         shared = self.blocks.shared.get(number)
         self.encoded.add(number)
-        for segment, place in self._segments(number, piece, values):
+        for segment, elements in self._segments(number, piece, values):
             scales = self.blocks.grid(number).of(self.scales, segment)
             if shared is None:
-                scales.copy_(blockwise.largest(place, first=segment.first, size=BLOCK))
+                scales.copy_(blockwise.largest(elements, first=segment.first, size=BLOCK))
             else:
                 assert agreed is not None
                 scales.copy_(shared.of(agreed, segment).view(torch.float32))
             self._codes(segment).copy_(
-                blockwise.encode(place, scales, self.blocks.codes, first=segment.first, size=BLOCK)
+                blockwise.encode(elements, scales, self.blocks.codes, first=segment.first, size=BLOCK)
             )
 
     def _codes(self, segment: LineSegment) -> Tensor:
@@ -283,8 +283,8 @@ class Momentum:
     def _segments(self, number: int, piece: Piece, values: Tensor) -> Iterator[tuple[LineSegment, Tensor]]:
         """Yield each segment of a piece with a (lines, width) view of its elements in contiguous ``values``."""
         for segment in self.blocks.segments(number, piece):
-            start = values.storage_offset() + segment.place
-            yield segment, values.as_strided((segment.lines, segment.width), segment.places, start)
+            start = values.storage_offset() + segment.piece_start
+            yield segment, values.as_strided((segment.lines, segment.width), segment.piece_strides, start)
 
 
 class Int8Codec(StateCodec):
@@ -307,48 +307,49 @@ class Int8Codec(StateCodec):
             entry.momenta = {key: self._momentum(entry, key) for key in entry.momenta}
 
     def _momentum(self, entry: ParameterStep, key: str) -> Momentum:
-        place = entry.member.tensor, key
-        if place not in self._coded:
+        identity = entry.member.tensor, key
+        if identity not in self._coded:
             local = local_of(entry.state[key])
-            found = Momentum.of(self._blocks, entry.member.tensor, key, local, entry.state)
-            if found.codes is not local:
-                entry.state[key] = entry.member.state_layouts[key].storage.wrap(found.codes)
-            self._coded[place] = found
-        return self._coded[place]
+            momentum = Momentum.of(self._blocks, entry.member.tensor, key, local, entry.state)
+            if momentum.codes is not local:
+                entry.state[key] = entry.member.state_layouts[key].storage.wrap(momentum.codes)
+            self._coded[identity] = momentum
+        return self._coded[identity]
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Agree on the scales of the blocks that several pieces share, as they will be after this step."""
-        self._agreed = self._blocks.agree(wire, self._measure)
+        self._agreed = self._blocks.agree(communicator, self._measure)
 
     def _measure(self, into: Tensor) -> None:
         for number in self._blocks.shared:
-            one = self._of(number)
-            if one is None or one.entry.momenta is None:
+            matrix_step = self._of(number)
+            if matrix_step is None or matrix_step.entry.momenta is None:
                 continue
-            for piece in self._pieces(one):
-                values = self._folded(one, piece)
-                for key, kept in one.entry.momenta.items():
-                    kept.measure(number, piece, values[key], into)
+            for piece in self._pieces(matrix_step):
+                values = self._folded(matrix_step, piece)
+                for key, momentum in matrix_step.entry.momenta.items():
+                    momentum.measure(number, piece, values[key], into)
 
     def fold(self, table: PieceTable) -> bool:
         """Fold the gradients of the matrices of a table into their codes, from which directions are computed."""
         for number in dict.fromkeys(row.assignment for row in table.rows):
-            one = self._of(number)
-            kept: Mapping[str, Momentum] = {} if one is None else one.entry.momenta or {}
-            if one is None or not kept or (one.nonzero is False and all(each.loaded is None for each in kept.values())):
+            step = self._of(number)
+            momenta: Mapping[str, Momentum] = {} if step is None else step.entry.momenta or {}
+            loaded = [codes for codes in momenta.values() if codes.loaded is not None]
+            if step is None or not (loaded or (momenta and step.nonzero is not False)):
                 continue  # no gradient is folded in, and no loaded momentum is encoded
             # Read all pieces before any is written: pieces may share a block, whose old scale a write replaces.
-            for piece, values in [(piece, self._folded(one, piece)) for piece in self._pieces(one)]:
-                for key, each in kept.items():
-                    each.write(number, piece, values[key], self._agreed)
+            for piece, values in [(piece, self._folded(step, piece)) for piece in self._pieces(step)]:
+                for key, codes in momenta.items():
+                    codes.write(number, piece, values[key], self._agreed)
         return True
 
-    def _pieces(self, one: MatrixStep) -> Sequence[Piece]:
-        return self._blocks.holdings[one.entry.member.tensor][one.number]
+    def _pieces(self, matrix_step: MatrixStep) -> Sequence[Piece]:
+        return self._blocks.holdings[matrix_step.entry.member.tensor][matrix_step.number]
 
-    def _folded(self, one: MatrixStep, piece: Piece) -> Mapping[str, Tensor]:
+    def _folded(self, matrix_step: MatrixStep, piece: Piece) -> Mapping[str, Tensor]:
         """Return the momenta of a piece, decoded and with the gradient folded in."""
-        state = one.momenta(piece)
-        if one.nonzero is not False:
-            parts.fold(one.kind.rule, one.gradient(piece), state, active=one.mask)
+        state = matrix_step.momenta(piece).tensors
+        if matrix_step.nonzero is not False:
+            parts.fold(matrix_step.kind.rule, matrix_step.gradient(piece), state, active=matrix_step.mask)
         return state

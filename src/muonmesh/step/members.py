@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.comm.copies import Copies
 from muonmesh.comm.gradients import GradientSource
 from muonmesh.comm.placing import nobody_said, ranks_of, refuse_flattened, shape_if_known, storage_of
 from muonmesh.comm.sharing import sharded_over_replicas
 from muonmesh.comm.storage import Storage, local_of, this_rank, world_size
+from muonmesh.comm.undeclared_replicas import Copies
 from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatParameter, FlatShards, MeshLayout, split_matrices
 from muonmesh.layout.matrix import MatrixSpec
@@ -108,10 +108,10 @@ class OptimizedParameter:
 
     def copied(self, copies: Copies) -> OptimizedParameter:
         """Return this member with the copies that ranks have found. The copies do not share its momentum."""
-        found = copies.get((self.name, self.ranks))
-        if found is None:
+        copied_ranks = copies.get((self.name, self.ranks))
+        if copied_ranks is None:
             return self
-        storage, state = self.storage.copied(found), self.momentum_storage.copied(found)
+        storage, state = self.storage.copied(copied_ranks), self.momentum_storage.copied(copied_ranks)
         state = storage if self.momentum_storage is self.storage else state
         return replace(self, storage=storage, momentum_storage=state, holders="known")
 
@@ -128,25 +128,25 @@ def check_members(
     Raises:
         ValueError, TypeError: the message says what was found and what to write.
     """
-    where = f"group {group.get('name')!r}"
-    check_structure(where, group)
-    check_group(where, group)
+    subject = f"group {group.get('name')!r}"
+    check_structure(subject, group)
+    check_group(subject, group)
     tensors = group["params"]
     names = [
         canonical_name(source.name(tensor) or name) for name, tensor in zip(group["param_names"], tensors, strict=True)
     ]
     if names != group["param_names"]:
         group["param_names"] = names
-    taken = {name for other in groups if other is not group for name in other["param_names"]}
+    used = {name for other in groups if other is not group for name in other["param_names"]}
     for name, tensor in zip(names, tensors, strict=True):
-        if name in taken and world_size() == 1:  # with several ranks, the ranks of a parameter are part of its identity
+        if name in used and world_size() == 1:  # with several ranks, the ranks of a parameter are part of its identity
             raise named_alike(ValueError, name, "two parameters of this name")
-        taken.add(name)
+        used.add(name)
         shared: object = source.group(tensor)
         if shared is not None and not isinstance(shared, dist.ProcessGroup):  # what `new_group` gives the other ranks
-            found = f"{shared!r} from group() of {type(source).__name__}, as gradients="
+            problem = f"{shared!r} from group() of {type(source).__name__}, as gradients="
             needed, write = "None or a ProcessGroup with this rank in it", "Return the group that this rank is in"
-            raise ValueError(explain_error(name, found, needed, write))
+            raise ValueError(explain_error(name, problem, needed, write))
         _check_dtype(name, tensor.dtype, master, group)
         if name not in layouts:
             refuse_flattened(name, tensor)
@@ -181,17 +181,17 @@ def _check_dtype(name: str, dtype: torch.dtype, master: torch.dtype | None, grou
         raise TypeError(explain_error(name, f"dtype {dtype}", needed, f"{write} and cast it where it is used"))
     if master is not None and torch.promote_types(dtype, master) != master:
         wide = torch.promote_types(torch.promote_types(dtype, master), torch.float32)
-        found, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
-        raise ValueError(explain_error(name, found, needed, f"Write master_dtype={wide}"))
+        problem, needed = f"dtype {dtype} and master_dtype={master}", "a master that holds all of its parameter"
+        raise ValueError(explain_error(name, problem, needed, f"Write master_dtype={wide}"))
     if group["stochastic_rounding"] is not None and (master is not None or dtype == torch.float16):
-        found = f"stochastic_rounding with {'masters' if master is not None else dtype}"
+        problem = f"stochastic_rounding with {'masters' if master is not None else dtype}"
         needed, write = "weights in bf16 without masters, or wider ones", "Leave out stochastic_rounding"
-        raise ValueError(explain_error(name, found, needed, f"{write} or master_dtype, and keep weights in bf16"))
+        raise ValueError(explain_error(name, problem, needed, f"{write} or master_dtype, and keep weights in bf16"))
     eps, moments = float(group["adamw_eps"]), master or dtype
     if group["algorithm"] == "adamw" and eps > 0 and torch.tensor(eps, dtype=moments, device="cpu") == 0:
-        found = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
+        problem = f"adamw_eps={eps} for moments in {moments}, where it is 0, so that small gradients divide by 0"
         needed = "an ε above 0"
-        raise ValueError(explain_error(name, found, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
+        raise ValueError(explain_error(name, problem, needed, "Write master_dtype=torch.float32, or adamw_eps=1e-4"))
 
 
 def members_of(
@@ -211,8 +211,8 @@ def members_of(
         or not as declared, or an entry of ``layouts`` fits no name.
     """
     if layouts == LOST_LAYOUTS:
-        what = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
-        raise ValueError(about("layouts", what + "optimizer.layouts = layouts before the first step"))
+        text = "This optimizer was unpickled, and its layouts are lost, because meshes cannot be pickled. Write "
+        raise ValueError(about("layouts", text + "optimizer.layouts = layouts before the first step"))
     members: list[OptimizedParameter] = []
     sets: list[tuple[int, ...]] = []
     error: Exception | None = None
@@ -224,8 +224,8 @@ def members_of(
         specs = settings.get("matrices") or [None] * len(settings["params"])
         for name, tensor, spec in zip(settings["param_names"], settings["params"], specs, strict=True):
             declared = unknown.pop(name, None)
-            own = source.group(tensor)
-            shared = process_group if own is None else own
+            source_group = source.group(tensor)
+            shared = process_group if source_group is None else source_group
             if id(shared) not in ranks_by_group:
                 ranks_by_group[id(shared)] = replicas_of(shared)
             replicas = ranks_by_group[id(shared)]
@@ -236,8 +236,8 @@ def members_of(
                     error = error or found
                     sets.append(ranks_of(part, tensor, replicas, layout))
                     continue
-                said = layout is not None or own is not None or process_group == "local"
-                holders: Holders = "unknown" if storage.layout is None else "known" if said else "open"
+                is_declared = layout is not None or source_group is not None or process_group == "local"
+                holders: Holders = "unknown" if storage.layout is None else "known" if is_declared else "open"
                 if storage.layout is None and muon:
                     storage = Storage(MeshLayout.replicated(storage.shape, (this_rank(),)), storage.shape)
                 state = storage
@@ -271,36 +271,38 @@ def members_of(
     return members, sets, error
 
 
-def named_alike(kind: type[E], name: str, found: str) -> E:
+def named_alike(kind: type[E], name: str, problem: str) -> E:
     """Return the error that says that several parameters have the same name."""
     needed = "a unique name for each, because ranks and checkpoints know parameters by name"
     write = 'Give "param_names" with a prefix that tells them apart, such as "encoder." and "decoder."'
-    return kind(explain_error(name, found, needed, write))
+    return kind(explain_error(name, problem, needed, write))
 
 
 def _with_momentum_placed(members: Sequence[OptimizedParameter], source: GradientSource) -> list[OptimizedParameter]:
     """Return the members with the momentum of matrices placed as the gradient source wants."""
     matrices = [number for number, member in enumerate(members) if member.is_matrix]
-    places = source.place([(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices])
-    found = list(members)
-    for number, place in zip(matrices, places, strict=True):
-        if place is not members[number].momentum_storage:
-            there = source.at_momentum(members[number].tensor)
-            found[number] = replace(members[number], momentum_storage=place, at_momentum=there)
-    return found
+    places = source.momentum_storages(
+        [(members[n].name, members[n].tensor, members[n].momentum_storage) for n in matrices]
+    )
+    placed = list(members)
+    for number, storage in zip(matrices, places, strict=True):
+        if storage is not members[number].momentum_storage:
+            at_momentum = source.at_momentum(members[number].tensor)
+            placed[number] = replace(members[number], momentum_storage=storage, at_momentum=at_momentum)
+    return placed
 
 
 def unknown_matrix(members: Sequence[OptimizedParameter]) -> Exception | None:
     """Return the error for the first matrix whose ranks are unknown; None if there is no such matrix."""
-    found = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
-    return next((nobody_said(member.name) for member in found), None)
+    unknown = (member for member in members if member.holders == "unknown" and member.storage.layout is not None)
+    return next((nobody_said(member.name) for member in unknown), None)
 
 
 def flat_layouts(entry: Declared) -> list[FlatShards]:
     """Return the flat layouts of an entry of ``layouts``; an empty list if the entry is of another kind."""
     entries = entry if isinstance(entry, (tuple, list)) else (entry,)
-    found = [each.layout if isinstance(each, FlatParameter) else each for each in entries]
-    return found if all(isinstance(layout, FlatShards) for layout in found) else []
+    candidates = [flat.layout if isinstance(flat, FlatParameter) else flat for flat in entries]
+    return candidates if all(isinstance(layout, FlatShards) for layout in candidates) else []
 
 
 def keep_gradients_of_views(named: Sequence[tuple[object, object]], layouts: Mapping[str, Declared]) -> None:
@@ -328,8 +330,8 @@ def likely_sets(
         for number, tensor in enumerate(group.get("params") or ()):
             if isinstance(tensor, Tensor):
                 name = str(names[number]) if isinstance(names, list) and number < len(names) else ""
-                own = source.group(tensor)
-                replicas = replicas_of(process_group if own is None else own)
+                source_group = source.group(tensor)
+                replicas = replicas_of(process_group if source_group is None else source_group)
                 sets.append(ranks_of(name, tensor, replicas, layouts.get(name)))
     return sets
 
@@ -357,8 +359,8 @@ def replicas_of(process_group: ProcessGroup) -> tuple[int, ...] | None:
         ValueError: the process group was lost in pickling.
     """
     if process_group == LOST_GROUP:
-        what = "This optimizer was unpickled, and its ProcessGroup is lost, because process groups cannot be pickled. "
-        raise ValueError(about("process_group", what + "Write optimizer.process_group = group before the first step"))
+        text = "This optimizer was unpickled, and its ProcessGroup is lost, because process groups cannot be pickled. "
+        raise ValueError(about("process_group", text + "Write optimizer.process_group = group before the first step"))
     if process_group == "local" or (process_group is not None and world_size() == 1):
         return (this_rank(),)
     if process_group == "world":

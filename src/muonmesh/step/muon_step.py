@@ -7,7 +7,7 @@ together, since a CPU copies them faster than it makes calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from muonmesh.comm.step_callbacks import LocalBatch, StepCallbacks
 from muonmesh.comm.views import Elements, view_in_storage
-from muonmesh.comm.work import Local, Work
-from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row, evenly
+from muonmesh.layout import Piece
+from muonmesh.layout.piece_table import NOWHERE, Row, evenly
 from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_all
@@ -26,10 +27,10 @@ from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
-from muonmesh.step.parameter_steps import Kind, MatrixStep, ParameterStep, WeightViews
+from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.planning import Planned
-from muonmesh.step.stored_companions import RuleSums, StoredCompanions
+from muonmesh.step.stored_factored import RuleSums, StoredFactored
 
 SMALL = 1 << 14
 """Up to this number of elements, a CPU copies a piece beside others; this is cheaper than a few more calls
@@ -38,7 +39,7 @@ SMALL = 1 << 14
 _MOST = 1 << 19
 """Largest number of elements of pieces that are taken together, so that they stay in the cache."""
 
-_RUNS, _ROUNDED = "runs", "/rounded"
+_RUNS = "runs"
 
 NAMES = {
     "prepare": "gradients into matrices",
@@ -48,15 +49,13 @@ NAMES = {
 }
 """The parts of a step, and their names in the profile after the prefix "muonmesh: "."""
 
-Take = Callable[[Row, MatrixStep], None]
-"""Folds or applies one row."""
-
-Together = Callable[["Run", Sequence[ParameterStep], Kind], bool]
-"""Folds or applies all rows of a run; returns False if nothing was done, because the rows differ."""
+Take = Callable[[Sequence[Row], Tensor | None, Sequence[MatrixStep]], bool]
+"""Folds or applies rows, given with a view of them in their buffer, and with the matrix of each; or a row that was
+joined from several. Returns False if nothing was done, because tensors of several rows differ."""
 
 
-class MuonStep(Work):
-    """The step of Muon's parameters: reads, computes and writes for the exchange (`muonmesh.comm.work.Work`).
+class MuonStep(StepCallbacks):
+    """The step of Muon's parameters: reads, computes and writes for the exchange (`StepCallbacks`).
 
     Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy.
@@ -68,11 +67,11 @@ class MuonStep(Work):
 
     Attributes:
         ready: The parameters of the step.
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         summands: The sums that rules take over matrices.
     """
 
-    companions: StoredCompanions
+    factored_states: StoredFactored
     summands: RuleSums
 
     def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
@@ -83,10 +82,9 @@ class MuonStep(Work):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[Local, tuple[list[int], Repeatable | None, object]] = {}
-        # Views of rows in tensors that last as long as this object, by the identity of the row.
-        self._momenta: dict[int, Mapping[str, Tensor]] = {}
-        self._weights: dict[int, WeightViews] = {}
+        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, object]] = {}
+        # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
+        self._known: dict[tuple[int, object], Views] = {}
 
     def begin(self, elementwise: Sequence[Callable[[], None]]) -> None:
         """Begin a step of parameters that are ready.
@@ -95,8 +93,8 @@ class MuonStep(Work):
             elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
                 matrices travel.
         """
-        self._elementwise, companions = elementwise, StoredCompanions(self.ready)
-        self.companions, self.summands = companions, RuleSums(self.ready, companions)
+        self._elementwise, factored_states = elementwise, StoredFactored(self.ready)
+        self.factored_states, self.summands = factored_states, RuleSums(self.ready, factored_states)
         if self._by_kernel is not None:
             self._by_kernel.begin()
 
@@ -112,12 +110,11 @@ class MuonStep(Work):
             codec.arrive(assignments, ahead)
             folded = codec.fold(elements.table)  # first, because directions are computed from decoded codes
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.fold(elements)
-        take, together = partial(self._fold_one, elements, folded), partial(_fold_together, elements)
-        self._run(elements.table, rows, take, None if folded else together)
+        self._run(elements, rows, partial(self._fold, folded), alone=folded)
         if codec is not None:
             codec.have_read(elements.table)
 
-    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+    def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Run a batch that stays on its rank, or start again what it started on a device in the steps before.
 
         That is possible if fold, products and apply depend on nothing but the numbers on the device and the addresses
@@ -147,124 +144,137 @@ class MuonStep(Work):
         alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
         return alone and kind.orthogonalizer.repeats
 
-    def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
-        """Orthogonalize matrices of one group and shape, including what their rule does before and afterwards."""
+    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
         kind = self.ready.of(matrices[0]).kind
         rule = kind.rule
         if kind.balances:
-            for number, matrix in zip(matrices, batch.unbind(), strict=True):
+            for number, matrix in zip(matrices, _one_by_one(batch), strict=True):
                 self._change(number, "balance", matrix)
         if rule.orthogonalizes:
-            kind.orthogonalizer(batch, out=out, overwrite=not rule.sees_direction)
+            kind.orthogonalizer.together(batch, out, overwrite=not rule.sees_direction)
         else:
-            out.copy_(batch)
+            for results, directions in zip(out, batch, strict=True):
+                results.copy_(directions)
         if kind.changes:
-            for number, direction, matrix in zip(matrices, batch.unbind(), out.unbind(), strict=True):
+            for number, direction, matrix in zip(matrices, _one_by_one(batch), _one_by_one(out), strict=True):
                 self._change(number, "whole", matrix, direction=direction if rule.sees_direction else None)
 
     def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
         """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
         one = self.ready.of(number)
-        with self.companions.of(one) as state:
+        with self.factored_states.of(one) as state:
             rows, cols = one.matrix.rows, one.matrix.cols
             parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
 
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
         rows = elements.table.rows if self._by_kernel is None else self._by_kernel.apply(elements)
-        take, together = partial(self._apply_one, elements), partial(_apply_together, elements)
-        self._run(elements.table, rows, take, together, rounds=True)
+        self._run(elements, rows, self._apply)
         if self.ready.codec is not None:
             self.ready.codec.have_written(elements.table)
 
     # ---------------------------------------------------------------- by the parts of rules
 
-    def _run(
-        self, table: PieceTable, rows: Sequence[Row], take: Take, together: Together | None, *, rounds: bool = False
-    ) -> None:
+    def _run(self, elements: Elements, rows: Sequence[Row], take: Take, *, alone: bool = False) -> None:
         """Take some rows of a table: small equal rows together, all others one by one.
 
         Args:
-            table: The table.
+            elements: The table with its buffers.
             rows: The rows.
-            take: Takes one row, or several rows that lie evenly in one parameter as one.
-            together: Takes the rows of a run if they are alike; None: each row is taken by itself.
-            rounds: Whether weights are rounded.
+            take: Takes the rows of a run.
+            alone: Whether each row is taken by itself.
         """
-        if rows is table.rows and self.ready.squares is None:
-            runs: Sequence[Run] = table.kept.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
+        table = elements.table
+        if rows is table.rows and self.ready.squares is None and not alone:
+            runs: Sequence[Run] = table.derived.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
         else:
             runs = [Run((row,)) for row in rows]
         if len(runs) == 1:
-            self._take(take, together, rounds, runs[0])
+            self._take(elements, take, runs[0])
         else:
-            run_all([partial(self._take, take, together, rounds, run) for run in runs], device=self.ready.device)
+            run_all([partial(self._take, elements, take, run) for run in runs], device=self.ready.device)
 
-    def _take(self, take: Take, together: Together | None, rounds: bool, run: Run) -> None:
-        first = self.ready.of(run.rows[0].assignment)
-        if len(run.rows) == 1:
-            take(run.rows[0], first)
+    def _take(self, elements: Elements, take: Take, run: Run) -> None:
+        """Take a run, or each row by itself unless all change, as the CPU knows, and none differs from the others."""
+        steps = [self.ready.of(row.assignment) for row in run.rows]
+        if len(steps) == 1:
+            take(run.rows, run.view(elements), steps)
             return
-        by_place = rounds and not first.kind.rounds_to_nearest  # at random, by the place of each element
-        entries = [] if together is None or by_place else self._changing(run, first)
-        if entries and run.joined is not None:
-            take(run.joined, first)
-        elif together is None or not entries or not together(run, entries, first.kind):
-            for row in run.rows:
-                take(row, self.ready.of(row.assignment))
+        joint, kind = Run(run.rows if run.joined is None else (run.joined,)), steps[0].kind
+        alike = not kind.sums and kind.rounds_to_nearest  # at random, by the place of each element
+        alike = alike and all([step.changes and step.mask is None for step in steps])
+        if not alike or not take(joint.rows, joint.view(elements), steps[: len(joint.rows)]):
+            for row, step in zip(run.rows, steps, strict=True):
+                take((row,), elements.view(row), [step])
 
-    def _fold_one(self, elements: Elements, folded: bool, row: Row, one: MatrixStep) -> None:
-        into, entry, folds = elements.view(row), one.entry, not folded and one.nonzero is not False
-        if entry.momenta is None:
+    def _fold(self, folded: bool, rows: Sequence[Row], into: Tensor | None, steps: Sequence[MatrixStep]) -> bool:
+        """Fold gradients, unless a codec has ``folded`` them, and write directions; False if nothing was done."""
+        first = steps[0]
+        folds = not folded and first.nonzero is not False
+        if first.entry.momenta is None:
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
         elif folds or into is not None:
-            gradient = entry.gradients[entry.number]
-            assert gradient is not None
-            if (state := self._momenta.get(id(row))) is None:
-                state = one.momenta(row.piece)
-                if self.ready.codec is None:
-                    self._momenta[id(row)] = state
-            gradient = view_in_storage(gradient, row.piece)
-            parts.fold(one.kind.rule, gradient, state, active=one.mask, into=into, folds=folds)
+            tensors = list[dict[str, Tensor]]()
+            for row, step in zip(rows, steps, strict=True):
+                gradient = step.entry.gradients[step.entry.number]
+                assert gradient is not None
+                momenta = self._views(row, step, MatrixStep.momenta).tensors
+                tensors.append({"": view_in_storage(gradient, row.piece), **momenta})
+            if (columns := _side_by_side(tensors)) is None:
+                return False
+            state, originals = columns
+            parts.fold(first.kind.rule, state.pop(""), state, active=first.mask, into=into, folds=folds)
+            for key in state if originals else ():
+                parts.give_back(state[key], originals[key])
+        return True
 
-    def _changing(self, run: Run, first: MatrixStep) -> list[ParameterStep]:
-        """Return the parameters of rows that may be taken together: all change, each by itself, as the CPU knows."""
-        nonzero, entries = self.ready.nonzero, self.ready.entries
-        if isinstance(nonzero, Tensor) or first.kind.sums:
-            return []
-        if not all([nonzero[row.assignment] for row in run.rows]):
-            return []
-        if run.joined is not None:
-            return [first.entry] if first.changes else []
-        found = [entry for row in run.rows if (entry := entries[row.parameter]) is not None and entry.created]
-        return found if len(found) == len(run.rows) else []
+    def _views(self, row: Row, step: MatrixStep, read: Callable[[MatrixStep, Piece], Views]) -> Views:
+        """Return what ``read`` returns of a row, and keep it as long as its tensors last."""
+        if (views := self._known.get((id(row), read))) is None:
+            views = read(step, row.piece)
+            if self.ready.codec is None and views.write is None:
+                self._known[id(row), read] = views
+        return views
 
-    def _apply_one(self, elements: Elements, row: Row, one: MatrixStep) -> None:
-        if not one.changes:
-            return
-        update, member = elements.view(row), one.entry.member
+    def _apply(self, rows: Sequence[Row], update: Tensor | None, steps: Sequence[MatrixStep]) -> bool:
+        """Decay and update weights, unless their matrix stays unchanged; False if nothing was done, as rows differ."""
+        first = steps[0]
+        if not first.changes:
+            return True
         assert update is not None
-        if (weights := self._weights.get(id(row))) is None:
-            weights = one.weights(row.piece)
-            if self.ready.codec is None and weights.write is None:
-                self._weights[id(row)] = weights
-        sums, told = self.summands.sums_of(row.assignment) if one.kind.sums else ((), None)
+        weights = [self._views(row, step, MatrixStep.weights) for row, step in zip(rows, steps, strict=True)]
+        columns = _side_by_side([views.tensors for views in weights])
+        if columns is None:
+            return False
+        copies, originals = columns
+        state = {**copies}
+        sums, told = self.summands.sums_of(rows[0].assignment) if first.kind.sums else ((), None)
         squares: list[Tensor] | None = None if self.ready.squares is None else []
         parts.apply(
-            *(one.kind.rule, weights.values, update, weights.beside),
-            scale=one.kind.scale,
-            active=one.mask,
+            *(first.kind.rule, state.pop(WEIGHTS), update),
+            rounded=state.pop(ROUNDED, None),
+            state=state,
+            scale=first.kind.scale,
+            active=first.mask,
             sums=sums,
-            told=told,
+            matrix_state=told,
             squares=squares,
-            rounded=weights.rounded,
         )
-        if weights.write is not None:
-            weights.write()
+        for key, views in originals.items():
+            parts.give_back(copies[key], views)
+        if weights[0].write is not None:
+            weights[0].write()
         if self.ready.squares is not None and squares is not None:
+            member = first.entry.member
             total = torch.stack(squares).sum() / member.storage.copies
             self.ready.squares.setdefault(member.group, []).append(total)  # by any thread
+        return True
+
+
+def _one_by_one(batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (matrix for equal in batches for matrix in equal.unbind())
 
 
 class Profiled:
@@ -303,10 +313,12 @@ class Run(NamedTuple):
     rows: tuple[Row, ...]
     joined: Row | None = None
 
-    def buffered(self, elements: Elements) -> Tensor:
-        """Return a view of several rows in their buffer, (rows, *shape)."""
-        first, second, *_ = self.rows
-        buffer, apart = elements.buffers[first.buffer], second.start - first.start
+    def view(self, elements: Elements) -> Tensor | None:
+        """Return a view of the rows in their buffer, (rows, *shape); of a single row in the shape of its piece."""
+        first = self.rows[0]
+        if len(self.rows) == 1:
+            return elements.view(first)
+        buffer, apart = elements.buffers[first.buffer], self.rows[1].start - first.start
         shape = len(self.rows), *first.piece.shape
         return buffer.as_strided(shape, (apart, *first.strides), buffer.storage_offset() + first.start)
 
@@ -335,60 +347,21 @@ def _follows(row: Row, run: Sequence[Row]) -> bool:
     return apart > 0 and (len(run) == 1 or apart == run[-1].start - run[-2].start)
 
 
-def _fold_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
-    """Fold the gradients of a run, and write the directions; False if nothing was done, because the rows differ."""
-    momenta = [entry.momenta or {} for entry in entries]
-    columns = _side_by_side(run, {"": [entry.gradient for entry in entries]}, momenta)
-    if columns is None:
-        return False
-    gradient, _ = columns.pop("")
-    parts.fold(kind.rule, gradient, {key: copies for key, (copies, _) in columns.items()}, into=run.buffered(elements))
-    for column in columns.values():
-        parts.give_back(*column)
-    return True
-
-
-def _apply_together(elements: Elements, run: Run, entries: Sequence[ParameterStep], kind: Kind) -> bool:
-    """Decay and update the weights of a run; False if nothing was done, because the rows differ."""
-    weights: dict[str, Sequence[object]] = {"": [entry.weights for entry in entries]}
-    masters = [entry.master for entry in entries]
-    if masters[0] is not None:
-        weights = {"": masters, _ROUNDED: weights[""]}
-    elif any([master is not None for master in masters]):
-        return False
-    columns = _side_by_side(run, weights, [entry.beside for entry in entries])
-    if columns is None:
-        return False
-    beside = {key: copies for key, (copies, _) in columns.items()}
-    values, rounded = beside.pop(""), beside.pop(_ROUNDED, None)
-    parts.apply(kind.rule, values, run.buffered(elements), beside, scale=kind.scale, rounded=rounded)
-    for column in columns.values():
-        parts.give_back(*column)
-    return True
-
-
-def _side_by_side(
-    run: Run, columns: Mapping[str, Sequence[object]], states: Sequence[Mapping[str, object]]
-) -> dict[str, tuple[Tensor, list[Tensor]]] | None:
-    """Return copies of what the rows of a run have, in one tensor for each key, with the views that were copied.
+def _side_by_side(tensors: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]] | None:
+    """Return the tensors of several rows in one tensor for each key, with the tensors that were copied there.
 
     Args:
-        run: The rows.
-        columns: By key, something of each row.
-        states: More of each row, by key.
+        tensors: The tensors of each row, by key. Those of a single row are returned as they are, and nothing is copied.
 
     Returns:
         None if the rows do not have tensors by the same keys, of one dtype for each.
     """
-    keys, found = states[0].keys(), dict[str, list[Tensor]]()
-    if not all([state.keys() == keys for state in states]):
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first, {}
+    if any([others.keys() != first.keys() for others in tensors]):
         return None
-    for key, values in {**columns, **{key: [state[key] for state in states] for key in keys}}.items():
-        found[key] = [
-            view_in_storage(tensor, row.piece)
-            for tensor, row in zip(values, run.rows, strict=True)
-            if isinstance(tensor, Tensor)
-        ]
-        if len(found[key]) < len(run.rows) or len({view.dtype for view in found[key]}) > 1:
-            return None
-    return {key: (parts.side_by_side(key, views), views) for key, views in found.items()}
+    columns = {key: [others[key] for others in tensors] for key in first}
+    if any([len({tensor.dtype for tensor in column}) > 1 for column in columns.values()]):
+        return None
+    return {key: parts.side_by_side(key, column) for key, column in columns.items()}, columns

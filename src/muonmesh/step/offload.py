@@ -68,13 +68,13 @@ class Offload:
         copy.arrived = self._beside(0, [(copy.values[key], host) for key, host in hosts.items()])
         return copy
 
-    def _beside(self, which: int, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    def _beside(self, stream_number: int, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Copy pairs (to, from) on one of the streams, after all earlier computations; return the event after it."""
         if self._streams is None:
             for into, value in copies:
                 into.copy_(value)
             return None
-        stream = self._streams[which]
+        stream = self._streams[stream_number]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for into, value in copies:
@@ -90,24 +90,24 @@ class Offload:
 
     def give_back(self, copy: DeviceCopy, keys: Collection[str]) -> None:
         """Copy the values of these keys back to CPU memory. Nothing on the device reads these values afterwards."""
-        gone = {key: copy.values.pop(key) for key in keys if key in copy.values}
-        if not gone:
+        leaving = {key: copy.values.pop(key) for key in keys if key in copy.values}
+        if not leaving:
             return
         self.arrive(copy)
-        self.last = self._beside(1, [(copy.hosts[key], value) for key, value in gone.items()])
+        self.last = self._beside(1, [(copy.hosts[key], value) for key, value in leaving.items()])
         if self.last is not None:
-            self._leaving.append((self.last, list(gone.values())))
+            self._leaving.append((self.last, list(leaving.values())))
 
-    def turn(self) -> None:
+    def end_bucket(self) -> None:
         """Free the device memory of state that was copied back before the last call; called once for each bucket."""
-        for left, _ in self._left_before:
-            torch.cuda.current_stream(self._device).wait_event(left)
+        for event, _ in self._left_before:
+            torch.cuda.current_stream(self._device).wait_event(event)
         self._left_before, self._leaving = self._leaving, []
 
     def end(self) -> None:
         """Free the device memory of all state that was copied back, in the order of the computing stream."""
-        self.turn()
-        self.turn()
+        self.end_bucket()
+        self.end_bucket()
 
     def portions(self, states: Sequence[Mapping[str, Any]], keys: Collection[str]) -> Iterator[tuple[slice, list[Any]]]:
         """Copy the state of many parameters to the device and back, some parameters at a time.
@@ -123,11 +123,11 @@ class Offload:
             caller may write.
         """
         hosts = [{key: local_of(state[key]) for key in keys if key in state} for state in states]
-        cuts = _cuts([max((host.numel() for host in some.values()), default=0) for some in hosts], self.elements)
-        copies = [self.bring(some) for some in hosts[cuts[0]]] if cuts else []
+        cuts = _cuts([max((host.numel() for host in tensors.values()), default=0) for tensors in hosts], self.elements)
+        copies = [self.bring(tensors) for tensors in hosts[cuts[0]]] if cuts else []
         for number, cut in enumerate(cuts):
-            self.turn()
-            after = [self.bring(some) for some in hosts[cuts[number + 1]]] if number + 1 < len(cuts) else []
+            self.end_bucket()
+            after = [self.bring(tensors) for tensors in hosts[cuts[number + 1]]] if number + 1 < len(cuts) else []
             for copy in copies:
                 self.arrive(copy)
             yield cut, [{**state, **copy.values} for state, copy in zip(states[cut], copies, strict=True)]
@@ -138,13 +138,13 @@ class Offload:
 
 def _cuts(numels: Sequence[int], most: int) -> list[slice]:
     """Cut a list of sizes into slices; the sizes of a slice add up to at most ``most``, unless it has one entry."""
-    found, start, total = list[slice](), 0, 0
+    slices, start, total = list[slice](), 0, 0
     for number, numel in enumerate(numels):
         if number > start and total + numel > most:
-            found.append(slice(start, number))
+            slices.append(slice(start, number))
             start, total = number, 0
         total += numel
-    return [*found, slice(start, len(numels))] if numels else found
+    return [*slices, slice(start, len(numels))] if numels else slices
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -172,24 +172,24 @@ class DeviceCopies(StateCodec):
         self._sharing: dict[Tensor, list[ParameterStep]] = {}
         for member, entry in zip(planned.muon, entries, strict=True):
             if member is not None and entry is not None:
-                for left, storage in ((self._unread, member.momentum_storage), (self._unwritten, member.storage)):
+                for elements, storage in ((self._unread, member.momentum_storage), (self._unwritten, member.storage)):
                     blocks = () if storage.layout is None else storage.layout.blocks(planned.rank)
-                    left[member.tensor] += sum(block.region.numel for block in blocks)
+                    elements[member.tensor] += sum(block.region.numel for block in blocks)
                 self._sharing.setdefault(member.tensor, []).append(entry)
 
     def _take(self, numbers: Iterable[int]) -> None:
         """Begin to copy the state of the parameters of matrices to the device, unless this step has copied it."""
         entries = dict.fromkeys(self._plan.assignments[number].parameter for number in numbers)
-        some = [entry for n in entries if (entry := self._entries[n]) is not None]
-        wanted = {entry.member.tensor: entry for entry in some if entry.member.tensor not in self._copies}
-        if wanted:
-            self._offload.turn()
-        for tensor, entry in wanted.items():
-            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.companion is None]
+        stored_here = [entry for n in entries if (entry := self._entries[n]) is not None]
+        missing = {entry.member.tensor: entry for entry in stored_here if entry.member.tensor not in self._copies}
+        if missing:
+            self._offload.end_bucket()
+        for tensor, entry in missing.items():
+            shaped = [key for key, state_layout in entry.member.state_layouts.items() if state_layout.factored is None]
             keys = [key for key in (*shaped, "master") if key in entry.state]
             self._copies[tensor] = self._offload.bring({key: local_of(entry.state[key]) for key in keys})
-            for each in self._sharing[tensor]:
-                each.bind(self._copies[tensor].values)
+            for sharing in self._sharing[tensor]:
+                sharing.bind(self._copies[tensor].values)
 
     def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:
         """Let later computations wait until the state of matrices is copied, and begin to copy that of the next."""
@@ -204,25 +204,25 @@ class DeviceCopies(StateCodec):
         """Note that the gradients of these rows are folded in; copy momentum of whole tensors back to the CPU."""
         for tensor, keys in self._through(self._unread, table):
             self._offload.give_back(self._copies[tensor], keys)
-            for each in self._sharing[tensor]:
-                each.momenta = {}
+            for sharing in self._sharing[tensor]:
+                sharing.momenta = {}
 
     def have_written(self, table: PieceTable) -> None:
         """Note that these rows are written; copy other state of whole tensors back to the CPU."""
         for tensor, keys in self._through(self._unwritten, table):
             copy = self._copies[tensor]
             self._offload.give_back(copy, copy.values.keys() - keys)
-            for each in self._sharing[tensor]:
-                each.beside, each.master = {}, None
+            for sharing in self._sharing[tensor]:
+                sharing.beside, sharing.master = {}, None
 
-    def _through(self, left: Counter[Tensor], table: PieceTable) -> Iterator[tuple[Tensor, set[str]]]:
+    def _through(self, remaining: Counter[Tensor], table: PieceTable) -> Iterator[tuple[Tensor, set[str]]]:
         """Take rows from the elements that are left; yield the tensors of which none is, with the keys of momentum."""
         with self._lock:
             for row in table.rows:
                 entry = self._entries[row.parameter]
                 assert entry is not None
-                left[entry.member.tensor] -= row.piece.numel
-                if left[entry.member.tensor] == 0:
+                remaining[entry.member.tensor] -= row.piece.numel
+                if remaining[entry.member.tensor] == 0:
                     layouts = entry.member.state_layouts.items()
                     yield entry.member.tensor, {key for key, layout in layouts if layout.kept_as == "momentum"}
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.storage import Storage, is_freed, local_of, this_rank
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.wire import Wire
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
 from muonmesh.layout.piece_table import PieceTable
@@ -117,18 +117,18 @@ def prepare_state(entry: ParameterStep, *, create: bool = True) -> None:
     state = entry.state
     for form in entry.forms:
         key = form.key
-        if (held := state.get(key)) is None:
+        if (stored := state.get(key)) is None:
             state.pop(key, None)
             if create:
                 state[key] = form.fresh()
             if create and key == "master":
                 local_of(state[key]).copy_(entry.local, non_blocking=True)
             continue
-        kept = local_of(held)
-        wanted = form._replace(dtype=kept.dtype) if form.dtype == torch.int8 else form
-        state[key] = held if _has(wanted, held) else wanted.fresh()
-        if state[key] is not held and kept.shape == form.shape:
-            local_of(state[key]).copy_(kept)
+        local = local_of(stored)
+        target_form = form._replace(dtype=local.dtype) if form.dtype == torch.int8 else form
+        state[key] = stored if _has(target_form, stored) else target_form.fresh()
+        if state[key] is not stored and local.shape == form.shape:
+            local_of(state[key]).copy_(local)
     entry.in_form = create
 
 
@@ -141,26 +141,26 @@ def check_parameter(entry: ParameterStep) -> None:
         StateError: an entry is no tensor of numbers, its shape is not the shape on this rank, or it is on the wrong
             device; or the state belongs to the other algorithm (Muon or AdamW).
     """
-    held, state = entry.local, entry.state
+    local, state = entry.local, entry.state
     name = entry.member.name
-    if held.layout is not torch.strided or held.is_inference():
-        found = "an inference tensor" if held.is_inference() else f"a parameter with layout {held.layout}"
+    if local.layout is not torch.strided or local.is_inference():
+        problem = "an inference tensor" if local.is_inference() else f"a parameter with layout {local.layout}"
         needed = "a dense tensor made outside of torch.inference_mode, which a step can write"
         write = "Write parameter.data = parameter.data.to_dense().clone() outside of torch.inference_mode"
-        raise TypeError(explain_error(name, found, needed, write))
-    if not held.is_contiguous() and _shares_memory(held):
-        found = f"shape {tuple(held.shape)} with strides {held.stride()}, so that several elements share memory"
+        raise TypeError(explain_error(name, problem, needed, write))
+    if not local.is_contiguous() and _shares_memory(local):
+        problem = f"shape {tuple(local.shape)} with strides {local.stride()}, so that several elements share memory"
         write = "Write parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
-        raise LayoutError(explain_error(name, found, "memory for each element", write))
-    if is_freed(held):
-        what = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
-        raise LayoutError(about(name, what))
+        raise LayoutError(explain_error(name, problem, "memory for each element", write))
+    if is_freed(local):
+        text = "FSDP or ZeRO has freed the memory of this parameter. Reshard it before the step: module.reshard()"
+        raise LayoutError(about(name, text))
     foreign = "exp_avg" if entry.member.is_matrix else "momentum_buffer"
     if foreign in state:
         algorithm, other = ("muon", "adamw") if entry.member.is_matrix else ("adamw", "muon")
-        found = f"{foreign}, state of {other}, in a group of {algorithm}"
+        problem = f"{foreign}, state of {other}, in a group of {algorithm}"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or set the group back"
-        raise StateError(explain_error(name, found, f"state of {algorithm}", write))
+        raise StateError(explain_error(name, problem, f"state of {algorithm}", write))
     entry.in_form = all([_has(form, state.get(form.key)) for form in entry.forms])
     if not entry.in_form:
         check_state(name, entry.forms, state, REFUSED)
@@ -190,63 +190,66 @@ def _shares_memory(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------- matrices of parameters
 
 
-class WeightViews(NamedTuple):
-    """The weights of some elements in one step, and what lies beside them.
+WEIGHTS, ROUNDED = "", "/rounded"
+"""Keys of weights: those to step, which are the master weights if there are any; and those that master weights are then
+rounded to."""
+
+
+class Views(NamedTuple):
+    """Momenta or weights of some elements in one step.
 
     Attributes:
-        values: The weights to step: the master weights if there are any.
-        rounded: The weights that master weights are rounded to; None if there are none.
-        beside: The state that the rule keeps as "weights", by key.
-        write: Writes ``values`` back when they are stepped; None if they are the weights.
+        tensors: Views by key, or what a codec reads.
+        write: Writes a copy of the weights back when it is stepped; None if they are not a copy.
     """
 
-    values: Tensor
-    rounded: Tensor | None
-    beside: dict[str, Tensor]
-    write: Callable[[], None] | None
+    tensors: dict[str, Tensor]
+    write: Callable[[], None] | None = None
 
 
-class Kind(NamedTuple):
+class Kind:
     """What matrices of one group and size have in common in a step.
 
-    Attributes:
+    Args:
         rule: The snapshot of their rule.
         orthogonalizer: Orthogonalizes them.
+        matrix: One of them.
+
+    Attributes:
+        rule, orthogonalizer: As given.
         scale: The update scale of the whole matrix.
         sums: Whether the rule needs sums over a matrix before its weights are written.
         rounds_to_nearest: Whether weights are rounded as casts round them.
         balances, changes: Whether the rule changes whole matrices before they are orthogonalized, and afterwards.
     """
 
-    rule: Rule
-    orthogonalizer: Orthogonalizer
-    scale: float
-    sums: bool
-    rounds_to_nearest: bool
-    balances: bool
-    changes: bool
+    def __init__(self, rule: Rule, orthogonalizer: Orthogonalizer, matrix: Matrix) -> None:
+        self.rule, self.orthogonalizer = rule, orthogonalizer
+        self.scale, self.sums = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands")
+        self.rounds_to_nearest = rule.stochastic_rounding is None
+        self.balances, self.changes = rule.overrides("balance"), rule.overrides("whole")
 
 
-class MatrixStep(NamedTuple):
+class MatrixStep:
     """A matrix in one step, of which this rank stores something.
 
-    Attributes:
+    Args:
         number: The number of its assignment.
         matrix: The matrix.
         entry: Its parameter.
         kind: What it shares with others.
         nonzero: Whether its gradient is not zero; a 0-d bool tensor if only the device knows.
-        mask: The same if only the device knows; else None.
+
+    Attributes:
+        number, matrix, entry, kind, nonzero: As given.
+        mask: The same as ``nonzero`` if only the device knows; else None.
         changes: Whether its elements may change: there is state, and the gradient is not known to be zero.
     """
 
-    number: int
-    matrix: Matrix
-    entry: ParameterStep
-    kind: Kind
-    nonzero: bool | Tensor
-    mask: Tensor | None
-    changes: bool
+    def __init__(self, number: int, matrix: Matrix, entry: ParameterStep, kind: Kind, nonzero: bool | Tensor) -> None:
+        self.number, self.matrix, self.entry, self.kind, self.nonzero = number, matrix, entry, kind, nonzero
+        self.mask = nonzero if isinstance(nonzero, Tensor) else None
+        self.changes = nonzero is not False and entry.created
 
     @property
     def rule_in_turn(self) -> Rule:
@@ -259,30 +262,27 @@ class MatrixStep(NamedTuple):
         assert self.entry.gradient is not None
         return view_in_storage(self.entry.gradient, piece)
 
-    def momenta(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the momenta of a piece by key: views, or what a codec reads."""
-        found = {}
-        for key, kept in (self.entry.momenta or {}).items():
-            found[key] = view_in_storage(kept, piece) if isinstance(kept, Tensor) else kept.read(self.number, piece)
-        return found
+    def momenta(self, piece: Piece) -> Views:
+        """Return the momenta of a piece by key."""
+        views = {}
+        for key, stored in (self.entry.momenta or {}).items():
+            views[key] = (
+                view_in_storage(stored, piece) if isinstance(stored, Tensor) else stored.read(self.number, piece)
+            )
+        return Views(views)
 
-    def weights(self, piece: Piece) -> WeightViews:
-        """Return the weights of a piece."""
+    def weights(self, piece: Piece) -> Views:
+        """Return the weights of a piece by `WEIGHTS`, by `ROUNDED`, and the state that is kept as "weights" by key."""
         entry = self.entry
         weights = view_in_storage(entry.weights, piece)
-        beside = {key: view_in_storage(kept, piece) for key, kept in entry.beside.items()}
+        beside = {key: view_in_storage(stored, piece) for key, stored in entry.beside.items()}
         if entry.master is not None:
-            return WeightViews(view_in_storage(entry.master, piece), weights, beside, None)
+            return Views({WEIGHTS: view_in_storage(entry.master, piece), ROUNDED: weights, **beside})
         if self.kind.rounds_to_nearest or weights.dtype != torch.bfloat16:
-            return WeightViews(weights, None, beside, None)
+            return Views({WEIGHTS: weights, **beside})
         exact = weights.float()
         rounding = rounding_of(entry.member.name, entry.member.storage, self.kind.rule, piece)
-        return WeightViews(exact, None, beside, partial(rounding.write, exact, weights))
-
-
-def rounds_to_nearest(rule: Rule) -> bool:
-    """Whether weights are rounded as casts round them."""
-    return rule.stochastic_rounding is None
+        return Views({WEIGHTS: exact, **beside}, partial(rounding.write, exact, weights))
 
 
 class StateCodec:
@@ -291,7 +291,7 @@ class StateCodec:
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its state, if that can be done before the step begins."""
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, communicator: Communicator) -> None:
         """Begin the step, when all parameters are bound. All ranks call this."""
 
     def arrive(self, numbers: Sequence[int], ahead: Sequence[int]) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.sharing import restricted
 from muonmesh.comm.storage import PLAIN, is_freed, local_of, local_shape
-from muonmesh.comm.wire import Wire
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.numerics.rules import Rule
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import Flags
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import (
@@ -34,7 +34,6 @@ from muonmesh.step.parameter_steps import (
     StateCodec,
     check_parameter,
     prepare_state,
-    rounds_to_nearest,
 )
 from muonmesh.step.planning import Planned
 from muonmesh.step.runtime import Runtime
@@ -152,7 +151,7 @@ class Collected(NamedTuple):
         return any(gradient is not None for gradient in self.gradients)
 
 
-def steady(optimizer: Optimizer, runtime: Runtime, settings: SettingsFound, scale: Tensor | None) -> Collected | None:
+def steady(optimizer: Optimizer, runtime: Runtime, settings: StepSettings, scale: Tensor | None) -> Collected | None:
     """Return the parameters of the last step with the gradients of this step, if nothing else has changed.
 
     Compared are: what a plan depends on in the groups, which `read_groups` has just compared with their current values;
@@ -308,7 +307,7 @@ class ReadyParameters:
 
     def begin(
         self,
-        wire: Wire,
+        communicator: Communicator,
         rules: Sequence[Rule | None],
         flags: Flags,
         squares: dict[int, list[Tensor]] | None,
@@ -317,7 +316,7 @@ class ReadyParameters:
         """Create missing state, bring all state into its form, and let its codec begin. All ranks call this.
 
         Args:
-            wire: Sends to the other ranks.
+            communicator: Sends to the other ranks.
             rules: For each param group the snapshot of its rule.
             flags: The flags that all ranks agreed on. ``flags.nonzero`` says of each matrix whether its gradient is not
                 zero.
@@ -332,7 +331,7 @@ class ReadyParameters:
         for entry in self._fresh:
             self._make_ready(entry)
         if self.codec is not None:
-            self.codec.begin(wire)
+            self.codec.begin(communicator)
 
     def _make_ready(self, entry: ParameterStep) -> None:
         member = entry.member
@@ -383,11 +382,7 @@ class ReadyParameters:
         if (kind := self._kinds.get(place)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
-            facts = rule.scale(matrix.rows, matrix.cols), rule.overrides("summands"), rounds_to_nearest(rule)
-            whole = rule.overrides("balance"), rule.overrides("whole")
-            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], *facts, *whole)
+            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], matrix)
             self._kinds[place] = kind
-        mask = nonzero if isinstance(nonzero, Tensor) else None
-        found = MatrixStep(number, matrix, entry, kind, nonzero, mask, nonzero is not False and entry.created)
-        self._known[number] = found
-        return found
+        self._known[number] = MatrixStep(number, matrix, entry, kind, nonzero)
+        return self._known[number]

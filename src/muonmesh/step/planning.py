@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast, get_args
@@ -20,13 +20,13 @@ from torch import Tensor
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
+from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.comm.work import Batching
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
-from muonmesh.layout.companion import Companion, companion_matrices, companions_in_buffers
+from muonmesh.layout.factored_state import FactoredState, factored_in_buffers, factored_matrices
 from muonmesh.layout.flat import Interval
-from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
+from muonmesh.layout.piece_table import NOWHERE, PieceTable
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
@@ -105,7 +105,7 @@ class Planned:
     @cached_property
     def flag_vector(self) -> FlagVector:
         """The vector of flags that ranks agree by, with the place of each parameter's flags."""
-        return FlagVector.of(self.plan, self.rank)
+        return FlagVector(self.plan, self.rank)
 
     @property
     def sets(self) -> list[tuple[int, ...]]:
@@ -146,7 +146,7 @@ class Planned:
         holdings: dict[Tensor, dict[int, Sequence[Piece]]] = {}
         for number, assignment in enumerate(self.plan.assignments):
             if (member := self.muon[assignment.parameter]) is not None:
-                pieces = [leg.piece for leg in self.plan.legs(number, self.rank, gather=True)]
+                pieces = [row.piece for row in self.plan.rows(number, self.rank, gather=True)]
                 holdings.setdefault(member.tensor, {})[number] = pieces
         return Blocks(self.plan, holdings, self.device)
 
@@ -160,8 +160,8 @@ class Planned:
         rows = []
         for number, assignment in enumerate(self.plan.assignments):
             if (place := places.get(assignment.parameter)) is not None:
-                for leg in self.plan.legs(number, self.rank, gather=there):
-                    rows.append(replace(Row.in_matrix(leg, NOWHERE, 0), parameter=place))
+                for row in self.plan.rows(number, self.rank, gather=there):
+                    rows.append(replace(row.in_matrix(NOWHERE, 0), parameter=place))
         return PieceTable(tuple(rows))
 
     @property
@@ -189,8 +189,8 @@ class Batches(Batching):
     orthogonalizers: Mapping[int, Orthogonalizer]
     on_host: bool
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
-        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task."""
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
+        """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together."""
         plan, one = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
@@ -198,8 +198,12 @@ class Batches(Batching):
             # Tasks of each thread, so that all threads have equally many.
             turns = -(-count // (threads * one.products.at_once))
             return max(1, -(-count // (threads * turns)))
-        found = plan.at_once(number, one.squares)
+        found = plan.batch_size(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
+
+    def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
+        """Return what is equal for matrices that one task may compute, if their settings are."""
+        return self.orthogonalizers[number].joins or shape
 
 
 def plan_members(
@@ -287,7 +291,7 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        own = cost(*shape, degrees=resolved.degrees, at_once=resolved.whole, deflated=resolved.deflated)
+        own = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
@@ -298,8 +302,8 @@ def _parameter(
     each = tuple(flops[matrix.shape] for matrix in matrices)
     if rule.overrides("balance", "whole") or not rule.orthogonalizes:
         settings = f"{settings}, {group['algorithm']}"
-    companions = tuple(
-        state_layout.companion for state_layout in member.state_layouts.values() if state_layout.companion is not None
+    factored_states = tuple(
+        state_layout.factored for state_layout in member.state_layouts.values() if state_layout.factored is not None
     )
     return Parameter(
         member.name,
@@ -308,7 +312,7 @@ def _parameter(
         matrices,
         each,
         settings,
-        companions,
+        factored_states,
         rule.count_of_sums(),
         scale_invariant=rule.scale_invariant,
     )
@@ -361,20 +365,20 @@ def state_layouts_of(
                     kept, member.momentum_storage if kept == "momentum" else member.storage
                 )
             continue
-        made = [companion_matrices(member.name, member.storage.shape, member.spec, kept) for member in together]
+        made = [factored_matrices(member.name, member.storage.shape, member.spec, kept) for member in together]
         buffers = dict[str, tuple[FlatShards, tuple[int, ...]]]()
         for member, (shape, _) in zip(together, made, strict=True):
             if isinstance(layout := member.momentum_storage.layout, FlatShards):
                 buffers[member.name] = layout, shape
-        flat = companions_in_buffers(buffers)
+        flat = factored_in_buffers(buffers)
         for member, (shape, matrices), state_layouts in zip(together, made, found, strict=True):
             layout, place = member.momentum_storage.layout, cast(Layout, flat.get(member.name))
             if "×" in kept:  # the owners keep this state; they are known when there is a plan
                 place = MeshLayout.replicated(shape, (0,))
             elif isinstance(layout, MeshLayout):
                 place = replace(layout, shape=shape)  # placed alike on the same mesh
-            storage = Storage(place, place.shape) if "×" in kept else member.momentum_storage.companion(place)
-            state_layouts[key] = StateLayout(kept, storage, Companion(key, kept, place, matrices))
+            storage = Storage(place, place.shape) if "×" in kept else member.momentum_storage.factored(place)
+            state_layouts[key] = StateLayout(kept, storage, FactoredState(key, kept, place, matrices))
     return found
 
 
@@ -392,11 +396,11 @@ def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tup
     for number, member in enumerate(members):
         for key, kept in member.state_layouts.items() if member is not None else ():
             assert member is not None
-            if kept.companion is None or not kept.at_owner:
+            if kept.factored is None or not kept.at_owner:
                 continue
             buffer, intervals, first = buffers[id(member.tensor), key], list[tuple[int, Interval]](), 0
             held[number, key] = kept, buffer, intervals
-            for matrix in kept.companion.matrices:
+            for matrix in kept.factored.matrices:
                 owner = owners[number, matrix.index]
                 intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
                 buffer[owner] += matrix.numel
@@ -404,16 +408,16 @@ def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tup
     found = list(members)
     for (number, key), (kept, buffer, intervals) in held.items():
         member = found[number]
-        assert kept.companion is not None
+        assert kept.factored is not None
         assert member is not None
         ranks = plan.parameters[number].target.ranks
-        within = MeshLayout.replicated(kept.companion.layout.shape, ranks)
+        within = MeshLayout.replicated(kept.factored.layout.shape, ranks)
         some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
         for owner, interval in intervals:
             some[owner].append(interval)
         place = FlatShards(within, tuple(map(tuple, some.values())), tuple(buffer[rank] for rank in ranks))
         starts = tuple(interval.start for _, interval in intervals)
-        companion = replace(kept.companion, layout=place, starts=starts)
-        state_layout = StateLayout(kept.kept_as, Storage(place, place.shape), companion)
+        factored = replace(kept.factored, layout=place, starts=starts)
+        state_layout = StateLayout(kept.kept_as, Storage(place, place.shape), factored)
         found[number] = replace(member, state_layouts={**member.state_layouts, key: state_layout})
     return tuple(found)

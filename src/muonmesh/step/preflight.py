@@ -10,17 +10,17 @@ from torch import Tensor
 
 from muonmesh.comm.agreement import Agreed, Said, standing
 from muonmesh.comm.exchange import Exchange
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.gradients import partial_axes, reduced
 from muonmesh.comm.same_plan import insist_on_equal
+from muonmesh.comm.step_callbacks import StepCallbacks
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.comm.views import view_in_storage
-from muonmesh.comm.work import Work
 from muonmesh.errors import PlanError, about
 from muonmesh.layout import Elementwise, Parameter
 from muonmesh.layout.piece_table import PieceTable, Row
 from muonmesh.numerics.kernels.pinned_copies import upload
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
@@ -32,14 +32,11 @@ from muonmesh.step.runtime import Runtime
 Entries = Sequence[ParameterStep | None]
 """The parameters of a plan with their gradients, Muon's first; None for a parameter that only other ranks hold."""
 
-_PROBE = 256
-"""In pieces of more elements, the first row is checked before all others for being zero; nearly always enough."""
-
 
 def preflight(
     planned: Planned,
     collected: Collected,
-    settings: SettingsFound,
+    settings: StepSettings,
     runtime: Runtime,
     replicas: Mapping[int, Fingerprint],
     *,
@@ -78,27 +75,27 @@ def preflight(
     alone = len(exchange.plan.ranks) == 1
     if alone and error is not None:
         raise error
-    seen = collected.seen
-    if (alone or not waits) and not (seen is not None and seen.is_plain):
+    snapshot = collected.seen
+    if (alone or not waits) and not (snapshot is not None and snapshot.is_plain):
         _reduce(entries, {number: partial_axes(e.gradient) for number, e in enumerate(entries) if e is not None})
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
     nonzero = _nonzero(planned, collected, waits=waits)
     moves = settings.at_rest and _moves(collected)
     if alone:
-        exchange.wire.begin_step()
+        exchange.communicator.begin_step()
         stop = skip if overflow is None else overflow if skip is None else skip | overflow
         return _flags(nonzero, stop, overflow, waits=waits, only_creates_state=settings.at_rest and not moves)
     # The current values, without the runtime: it may keep these terms until the next step, and would then hold itself.
     terms, flag_vector = (planned, settings, replicas, runtime.precision, runtime.loaded), planned.flag_vector
-    said: dict[str, Said] = {
+    answers: dict[str, Said] = {
         **standing(error, follows=True),
         **flag_vector.of_gradients(entries),
         **said_of_settings(*terms),
         **{"skip": skip, "overflow": overflow, "moves": moves, "nonzero": nonzero},
     }
-    agreed = exchange.wire.agree(flag_vector.agreement, said, planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, answers, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
-    active, overflowed = agreed.each("nonzero"), agreed.any("overflow")
+    active, overflowed = agreed.answers("nonzero"), agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
         runtime.last.absent = _absent(entries, agreed, waits=False)
@@ -114,56 +111,56 @@ def preflight(
 
 def host_waits(runtime: Runtime, planned: Planned) -> bool:
     """Return whether the CPU waits for reduced flags and sums of the parameters of a plan."""
-    asked = runtime.driver.waits
-    return planned.device.type == "cpu" if asked is None else asked
+    waits = runtime.driver.waits
+    return planned.device.type == "cpu" if waits is None else waits
 
 
 def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
     """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
-    table, matrices, seen = planned.gradient_table, len(planned.plan.assignments), collected.seen
+    table, matrices, snapshot = planned.gradient_table, len(planned.plan.assignments), collected.seen
     gradients = collected.gradients
-    if seen is None or not seen.is_plain:
+    if snapshot is None or not snapshot.is_plain:
         gradients = [of if of is None else local_of(of) for of in gradients]
     if planned.device.type == "cpu" and waits:
         return _nonzero_on_host(table, gradients, matrices)
-    found = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
-    left = by_kernel.mark_nonzero(table, gradients, found, None if seen is None else seen.version)
-    _mark_nonzero(left, gradients, found)
-    return found != 0
+    counts = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
+    remaining = by_kernel.mark_nonzero(table, gradients, counts, None if snapshot is None else snapshot.version)
+    _mark_nonzero(remaining, gradients, counts)
+    return counts != 0
 
 
 def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
     """Return for each matrix whether its gradient has an element that is not zero, or is NaN.
 
-    Of large pieces some elements are looked at first, because torch reads all elements before it answers.
+    Some elements of each piece are looked at first, because torch reads all elements before it answers.
 
     Args:
         table: The pieces of all gradients on this rank.
         gradients: The gradients, as the table numbers them.
         matrices: The number of matrices.
     """
-    found = [False] * matrices
+    is_nonzero = [False] * matrices
     for row in table.rows:
-        if not found[row.assignment] and (gradient := gradients[row.parameter]) is not None:
-            view = view_in_storage(gradient, row.piece)
-            large = row.piece.numel > _PROBE
-            found[row.assignment] = bool((view[0] if large else view).any()) or (large and bool(view.any()))
-    return found
+        if not is_nonzero[row.assignment] and (gradient := gradients[row.parameter]) is not None:
+            first = gradient.as_strided((), (), gradient.storage_offset() + row.piece.storage_start).item()
+            parts = view_in_storage(gradient, row.piece).chunk(16) if first == 0 else ()
+            is_nonzero[row.assignment] = first != 0 or any(bool(part.any()) for part in parts)
+    return is_nonzero
 
 
-def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], found: Tensor) -> None:
+def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], counts: Tensor) -> None:
     """Count rows on the device whose gradient has an element that is not zero, or is NaN.
 
     Args:
         rows: The rows.
         gradients: The gradients, as the table numbers them.
-        found: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
+        counts: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
     """
     pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
     if pairs:
         norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
-        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=found.device)
-        found.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=counts.device)
+        counts.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
 
 
 def _moves(collected: Collected) -> bool:
@@ -188,12 +185,12 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
     lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
     if not lacking:
         return {}
-    present: Sequence[bool] | Tensor = agreed.each("present").tolist() if waits else agreed.each("present")
+    present: Sequence[bool] | Tensor = agreed.answers("present").tolist() if waits else agreed.answers("present")
     absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
     for number, entry in lacking.items():
         layout, tensor = entry.member.storage.layout, entry.member.tensor
-        known = waits or (layout is not None and layout.copies() < len(layout.ranks))
-        absent[tensor] = absent.get(tensor, False) | (present[number] if known else False)
+        is_known = waits or (layout is not None and layout.copies() < len(layout.ranks))
+        absent[tensor] = absent.get(tensor, False) | (present[number] if is_known else False)
     for entry in lacking.values():
         entry.present = absent[entry.member.tensor]
     return absent
@@ -215,7 +212,7 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> bool:
+def stand_aside(planned: Planned, settings: StepSettings, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked
@@ -236,9 +233,9 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         PlanError: another rank found an error, if the CPU waits.
     """
     exchange, error = planned.exchange, settings.error
-    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `SettingsFound.at_rest`.
+    # At learning rate 0 the CPUs of all ranks wait, as in `preflight`: see `StepSettings.at_rest`.
     waits, flag_vector = settings.at_rest or host_waits(runtime, planned), planned.flag_vector
-    agreed = exchange.wire.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
+    agreed = exchange.communicator.agree(flag_vector.agreement, standing(error, follows=False), planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, dict)
     if waits:
         raise_errors(agreed)
@@ -247,8 +244,8 @@ def stand_aside(planned: Planned, settings: SettingsFound, runtime: Runtime) -> 
         return False
     if bool(agreed.any("follows")):
         if runtime.precision.int8:
-            planned.blocks.agree(exchange.wire)
-        exchange.run(Work())
+            planned.blocks.agree(exchange.communicator)
+        exchange.run(StepCallbacks())
     _tell_later(runtime, agreed, raise_errors)
     return True
 
@@ -257,12 +254,12 @@ def _tell_later(runtime: Runtime, agreed: Agreed, raise_errors: Callable[[Agreed
     """Make every rank raise the errors of the flags when its next step begins, because the CPU does not wait now."""
 
     def say(flags: Tensor) -> None:
-        found = agreed._replace(flags=flags)
-        if bool(found.any("replan")) and not bool(found.any("error")):
-            what = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
-            what += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
-            raise PlanError(about("the groups", what))
-        raise_errors(found)
+        answers = agreed._replace(flags=flags)
+        if bool(answers.any("replan")) and not bool(answers.any("error")):
+            text = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
+            text += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
+            raise PlanError(about("the groups", text))
+        raise_errors(answers)
 
     runtime.tell(agreed.flags, say, first=True)
 
@@ -283,21 +280,21 @@ def _raise_errors(
     if not bool(_stops(agreed)):
         return
     if bool(agreed.any("error")):
-        tell_all(None, error, group=exchange.group)
+        gather_objects(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():
         parameter = parameters[flag_vector.shards[shard]]
-        what = f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
-        what += "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
-        what += (
+        text = f"Some of the ranks {parameter.target.ranks} have a gradient and others have none, so their replicas "
+        text += "would drift apart. Every replica needs a gradient, or none. If some ranks do not use the parameter, "
+        text += (
             "write DistributedDataParallel(..., find_unused_parameters=True). If your loop averages gradients, give "
         )
-        what += "the parameter a gradient of zeros there"
-        raise PlanError(about(parameter.name, what))
+        text += "the parameter a gradient of zeros there"
+        raise PlanError(about(parameter.name, text))
     for bit in agreed.differs("placed").nonzero().flatten().tolist():
         parameter = parameters[next(number for number, axes in flag_vector.axes.items() if bit // PLACED in axes)]
-        what = f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
-        what += "on others, or partial with different reductions. Write "
-        what += "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
-        raise PlanError(about(parameter.name, what))
+        text = f"The gradient is placed differently on the ranks {parameter.target.ranks}: partial on some and whole "
+        text += "on others, or partial with different reductions. Write "
+        text += "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
+        raise PlanError(about(parameter.name, text))
     insist_on_equal(exchange.group, lines())

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonmesh.comm.agreement import SILENT, bits_of
-from muonmesh.comm.copies import Claim, Gradients, Sums
 from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.undeclared_replicas import Claim, Gradients, Sums
 from muonmesh.layout import FlatShards, MeshLayout
 from muonmesh.numerics.dtypes import real_of
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.int8_momentum import SCALE
 from muonmesh.step.members import OptimizedParameter
@@ -51,12 +51,12 @@ def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) ->
     Replicated shards, as with HSDP, are not compared, because the ranks of such a parameter hold different parts of it.
     This function is called at the first step of a plan and after state was loaded. The CPU does not wait.
     """
-    found = dict[int, Fingerprint]()
+    sums = dict[int, Fingerprint]()
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is not None and member.storage.replicated:
             stored = (("weights", member.tensor, member.storage), *_state(member, state))
-            found[number] = {key: sum_of_bits(where, value, member.tensor.device) for key, value, where in stored}
-    return found
+            sums[number] = {key: sum_of_bits(storage, value, member.tensor.device) for key, value, storage in stored}
+    return sums
 
 
 def _state(
@@ -68,8 +68,8 @@ def _state(
         storage = layouts[key].storage if key in layouts else member.storage
         codes = layouts.get(key.removesuffix(SCALE))  # scales have as many copies as their codes
         copies = storage.copies if codes is None else codes.storage.copies
-        own = key in layouts or key == "master" or not flat
-        if isinstance(value, Tensor) and own and copies == member.storage.copies:
+        is_of_parameter = key in layouts or key == "master" or not flat
+        if isinstance(value, Tensor) and is_of_parameter and copies == member.storage.copies:
             yield key, value, storage
 
 
@@ -87,7 +87,7 @@ def said_of_copies(
         A claim for each parameter that other ranks may hold, unknown to muonmesh; and the sums of the gradients of all
         parameters of which the same ranks hold whole, declared copies.
     """
-    claims, found = list[Claim](), dict[tuple[int, ...], dict[str, Sums]]()
+    claims, sums_of = list[Claim](), dict[tuple[int, ...], dict[str, Sums]]()
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return claims, {}
     # A source with a `complete` of its own brings gradients after this. A source may also be a proxy of another one.
@@ -96,15 +96,15 @@ def said_of_copies(
         tensor, storage = member.tensor, member.storage  # a flat buffer may hold other parameters beside this one
         if member.may_have_copies(ranks):
             slopes = None if source is None else _sums_of(_gradient(member, source))
-            held = "plain" if storage.mesh is None else str(storage.placements)
-            kind = f"{storage.shape}, {tensor.dtype}, {held} on {len(member.ranks)} ranks"
+            kind_of_ranks = "plain" if storage.mesh is None else str(storage.placements)
+            kind = f"{storage.shape}, {tensor.dtype}, {kind_of_ranks} on {len(member.ranks)} ranks"
             bits = int(sum_of_bits(storage, tensor, tensor.device))
             claims.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
         elif source is not None and not later and isinstance(storage.layout, MeshLayout) and storage.replicated:
             gradient = _gradient(member, source)
             if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
-                found.setdefault(member.ranks, {})[member.name] = slopes
-    return claims, {zlib.crc32(repr((held, list(sums))).encode()): sums for held, sums in found.items()}
+                sums_of.setdefault(member.ranks, {})[member.name] = slopes
+    return claims, {zlib.crc32(repr((holders, list(sums))).encode()): sums for holders, sums in sums_of.items()}
 
 
 def _gradient(member: OptimizedParameter, source: GradientSource) -> Tensor | None:
@@ -155,7 +155,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
     if not isinstance(storage.layout, FlatShards) or flat.numel() == 1:
         yield 0, flat
         return
-    for first, length, start in storage.layout.held(this_rank()):
+    for first, length, start in storage.layout.intervals_of(this_rank()):
         yield first, flat[start : start + length]
 
 
@@ -163,7 +163,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
 
 
 def said_of_settings(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, bytes | Tensor]:
     """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
@@ -178,7 +178,7 @@ def said_of_settings(
         precision: The optimizer's dtypes.
         loaded: Whether state has been loaded since the last step.
     """
-    flag_vector, texts = planned.flag_vector, list(map(_said, settings.rules))
+    flag_vector, texts = planned.flag_vector, list(map(_text_of_rule, settings.rules))
     sets = [
         bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if groups else _SILENT
         for groups, static in planned.terms
@@ -187,35 +187,35 @@ def said_of_settings(
         return {"settings": b"".join(sets)}
     values = torch.full((len(sets), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
     bits = torch.arange(DIGEST, dtype=torch.int64, device=planned.device)
-    for place, (groups, _) in enumerate(planned.terms):
+    for index, (groups, _) in enumerate(planned.terms):
         if groups:
             mixed = torch.zeros((), dtype=torch.int64, device=planned.device)
             # A set without fingerprints adds nothing, so its digest does not depend on fingerprints of other sets.
-            for value in (value for number in flag_vector.shared[place] for value in replicas.get(number, {}).values()):
+            for value in (value for number in flag_vector.shared[index] for value in replicas.get(number, {}).values()):
                 mixed = mixed * _MIX + value
-            values[place] = mixed >> bits & 1
+            values[index] = mixed >> bits & 1
     return {"settings": b"".join(sets), "values": values.view(-1)}
 
 
 def lines(
-    planned: Planned, settings: SettingsFound, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
     """Return the compared settings of each parameter as text, by name. The CPU waits for values on the device."""
-    found = {}
+    text_by_name = {}
     for number, member in enumerate((*planned.muon, *planned.elementwise)):
         if member is not None:
             rule, dtype = settings.rules[member.group], local_of(member.tensor).dtype
-            text = f"{_said(rule)}, {dtype}, {precision}, state loaded={loaded}"
-            found[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
-    return found
+            text = f"{_text_of_rule(rule)}, {dtype}, {precision}, state loaded={loaded}"
+            text_by_name[member.name] = ", ".join([text, *map(text_of, filter(None, [replicas.get(number)]))])
+    return text_by_name
 
 
-def _said(rule: Any) -> str:
+def _text_of_rule(rule: Any) -> str:
     """Return the settings of a rule as text, which is the same on every rank with the same settings."""
     if rule is None:
         return "an error"
-    found = {field.name: getattr(rule, field.name) for field in fields(rule)}
-    return ", ".join(f"{name}={_plain(value)!r}" for name, value in (("rule", type(rule).__name__), *found.items()))
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    return ", ".join(f"{name}={_plain(value)!r}" for name, value in (("rule", type(rule).__name__), *values.items()))
 
 
 def _plain(value: Any) -> Any:

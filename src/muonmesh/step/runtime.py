@@ -21,7 +21,7 @@ from muonmesh.layout.owners import KnownMatrix
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.settings import ProcessGroup
-from muonmesh.settings.reading import SettingsFound
+from muonmesh.settings.reading import StepSettings
 from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.planning import Planned
 from muonmesh.step.state_layout import Precision
@@ -45,7 +45,7 @@ class Clip(NamedTuple):
     error: Exception | None = None
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """What the user has asked for once, in the constructor.
 
     Attributes:
@@ -109,7 +109,7 @@ class LastStep:
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
     """
 
-    settings: SettingsFound | None = None
+    settings: StepSettings | None = None
     counted: list[dict[str, Any]] = field(default_factory=list)
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
@@ -130,7 +130,7 @@ class Runtime:
         precision: Dtypes, kernels, and the place of the state.
         process_group: The ranks that hold plain tensors, as the user set them.
         layouts: The declared layouts of plain local shards, by name.
-        asked: What the user has asked for once.
+        requested: What the user has asked for once.
         source: The source of gradients, names and process groups.
         driver: What an integration decides in a step.
         complete: Whether the constructor has finished. Groups that are added afterwards must name their algorithm.
@@ -152,7 +152,7 @@ class Runtime:
     precision: Precision
     process_group: ProcessGroup
     layouts: Mapping[str, Declared]
-    asked: Asked
+    requested: Requested
     source: GradientSource = PARAMETER_GRAD
     driver: Driver = field(default_factory=Driver)
     complete: bool = False
@@ -177,8 +177,8 @@ class Runtime:
     def refuse_if_interrupted(self) -> None:
         """Raise a StateError if a step or a load was interrupted while it wrote, and no state was loaded afterwards."""
         if self.interrupted is not None:
-            found = f"{self.interrupted} that was interrupted while it wrote, {_TORN}"
-            raise StateError(explain_error("the optimizer", found, "those of one step", _LOAD))
+            problem = f"{self.interrupted} that was interrupted while it wrote, {_TORN}"
+            raise StateError(explain_error("the optimizer", problem, "those of one step", _LOAD))
 
     def explain_interruption(self, error: Exception) -> None:
         """Add to the error that ends a step which has begun to write what that means, and what to do.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import Storage, is_freed, local_of, local_shape
 from muonmesh.errors import StateError, explain_error
-from muonmesh.layout.companion import Companion
+from muonmesh.layout.factored_state import FactoredState
 from muonmesh.numerics.dtypes import COMPLEX_DTYPES, HELD_DTYPES, master_for, real_of
 from muonmesh.numerics.kernels import KernelName
 from muonmesh.numerics.rules import KeptAs, never_negative
@@ -76,14 +76,14 @@ class StateLayout(NamedTuple):
     Attributes:
         kept_as: The kind of its shape, see `KeptAs`; or "count", one number for the tensor, see `COUNTED`.
         storage: The storage (layout and shapes) of this tensor.
-        companion: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
+        factored: How this tensor travels to the owners of the matrices, or which owner keeps which part. None for
             per-element state, which is read and written where it is stored.
         dtype: The dtype of the parameter, if the state is kept in the dtype of the weights; None: in ``state_dtype``.
     """
 
     kept_as: KeptAs
     storage: Storage
-    companion: Companion | None = None
+    factored: FactoredState | None = None
     dtype: torch.dtype | None = None
 
     def form(self, key: str, parameter: Storage, local: Tensor, precision: Precision) -> StateForm:
@@ -103,26 +103,26 @@ class StateLayout(NamedTuple):
         if self.kept_as == "count":
             return StateForm(key, self, (), torch.float32, device if device.type == "cuda" else torch.device("cpu"))
         shape = tuple(local.shape) if self.storage is parameter else local_shape(self.storage)
-        dtype = precision.state if self.companion is None else precision.carried
+        dtype = precision.state if self.factored is None else precision.carried
         if self.dtype is not None:
             dtype = master_for(self.dtype, precision.master) or self.dtype
         elif precision.int8 and self.kept_as == "momentum":
             dtype = torch.int8
-        if self.companion is None and precision.leaves(device):
+        if self.factored is None and precision.leaves(device):
             return StateForm(key, self, shape, dtype, torch.device("cpu"), pinned=torch.cuda.is_available())
         return StateForm(key, self, shape, dtype, device)
 
     @property
     def at_owner(self) -> bool:
         """Whether only the owner of a matrix keeps this state."""
-        return self.companion is not None and self.companion.at_owner
+        return self.factored is not None and self.factored.at_owner
 
     @property
     def side(self) -> str:
         """The unit with one number each, as checkpoints name it: "element", "rows", "cols", "matrix" or "parameter"."""
         if self.kept_as == "count":
             return "parameter"
-        return "element" if self.companion is None else self.companion.side
+        return "element" if self.factored is None else self.factored.side
 
     def local_of(self, name: str, value: object, *others: torch.dtype) -> Tensor:
         """Return the local part of a value that this state may have.
@@ -141,11 +141,11 @@ class StateLayout(NamedTuple):
             local = local_of(value)  # detaching a DTensor first would take torch longer than all else
             if not is_freed(local):
                 return local.detach() if local.requires_grad else local
-        found = type(value).__name__
+        problem = type(value).__name__
         if isinstance(value, Tensor):  # whose elements there may not be
-            found = f"a tensor of {value.dtype} and {value.layout}, perhaps freed"
+            problem = f"a tensor of {value.dtype} and {value.layout}, perhaps freed"
         write = "Write del optimizer.state[parameter] to begin with fresh state, or load the state again"
-        raise StateError(explain_error(name, found, "a dense tensor of floating-point numbers", write))
+        raise StateError(explain_error(name, problem, "a dense tensor of floating-point numbers", write))
 
 
 _WHOLE = torch.int32, torch.int64
@@ -207,32 +207,32 @@ def check_state(name: str, forms: Iterable[StateForm], state: Mapping[str, Any],
     Raises:
         StateError: the state has such a fault, or an entry that is no dense tensor of numbers.
     """
-    for kind, found, needed in _faults(name, {form.key: form for form in forms}, state, refused):
+    for kind, problem, needed in _faults(name, {form.key: form for form in forms}, state, refused):
         if kind in refused:
-            raise StateError(explain_error(name, found, needed, refused[kind]))
+            raise StateError(explain_error(name, problem, needed, refused[kind]))
 
 
 def _faults(
     name: str, forms: Mapping[str, StateForm], state: Mapping[str, Any], refused: Refused
 ) -> Iterator[tuple[Kind, str, str]]:
     """Yield the kind of each fault, what was found and what is needed."""
-    known = f"only {', '.join(forms)}, which this optimizer reads"
+    expected = f"only {', '.join(forms)}, which this optimizer reads"
     for key in forms:
         if state.get(key) is None and (key in state or key != "master"):  # which begins anew
             yield "missing", f"state {sorted(map(str, state))}", f"{key!r} too, which this optimizer reads"
     for key, value in state.items():
         if key not in forms:
-            yield "stranger", f"{key!r} in its state", known
+            yield "stranger", f"{key!r} in its state", expected
         if key not in forms or value is None:
             continue
         _, layout, shape, dtype, device, _ = forms[key]
         local = layout.local_of(f"{name}: {key}", value, dtype)
-        found, needed = _told(local.shape, value), _told(shape, layout.storage)
+        description, needed = _described(local.shape, value), _described(shape, layout.storage)
         if tuple(local.shape) != shape:
             kind: Kind = "owned" if layout.at_owner else "shape"
-            yield kind, f"{key} {found}", f"{needed}, as this rank stores it"
-        elif found != needed and not layout.at_owner:
-            yield "place", f"{key} {found}", needed
+            yield kind, f"{key} {description}", f"{needed}, as this rank stores it"
+        elif description != needed and not layout.at_owner:
+            yield "place", f"{key} {description}", needed
         if local.device != device:
             yield "device", f"{key} on {local.device}", f"it on {device}, as its parameter and state_device say"
         if "numbers" in refused and (wrong := wrong_state(key, local)):
@@ -258,7 +258,7 @@ def wrong_numbers(name: str, tensor: Tensor) -> str:
     return "a negative number" if never and bool((real_of(tensor) < 0).any()) else ""
 
 
-def _told(local: Iterable[int], whole: object) -> str:
+def _described(local: Iterable[int], whole: object) -> str:
     """Return a description of a tensor: as a DTensor if ``whole`` is one or its Storage, else as a plain tensor."""
     if not isinstance(whole, DTensor) and not (isinstance(whole, Storage) and whole.mesh is not None):
         return f"a plain tensor of shape {tuple(local)}"

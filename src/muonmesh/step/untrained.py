@@ -41,7 +41,7 @@ class IdleParameters:
     frozen: Collection[str] = ()
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
 
     def error(self, missing: Mapping[str, Tensor], *, any_gradient: bool) -> LayoutError | None:
@@ -55,10 +55,10 @@ class IdleParameters:
             any_gradient: Whether other parameters have a gradient.
         """
         if self.steps == 0 and not any_gradient and missing and all(map(_is_frozen, missing.values())):
-            what = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
-            what += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
-            what += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-            return LayoutError(about(_listed([*missing]), what))
+            text = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
+            text += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
+            text += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
+            return LayoutError(about(_listed([*missing]), text))
         fresh = missing.keys() - self._looked_at
         model = None if self.model is None or not fresh else self.model()
         if model is None:
@@ -70,10 +70,10 @@ class IdleParameters:
         names = [name for name, other in others.items() if other.grad is not None]
         if not names:
             return None
-        what = "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, "
-        what += "which has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace "
-        what += "parameters"
-        return LayoutError(about(_listed(names), what))
+        text = "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, "
+        text += "which has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace "
+        text += "parameters"
+        return LayoutError(about(_listed(names), text))
 
     def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, any_gradient: bool) -> None:
         """Note what is missing in a step, and warn of parameters without a gradient for `PATIENCE` steps.
@@ -84,15 +84,15 @@ class IdleParameters:
             any_gradient: Whether other parameters had a gradient.
         """
         self.counts = {name: self.counts.get(name, 0) + 1 for name in missing}
-        late = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._told]
-        if late:
-            self._told.update(late)
+        idle = [name for name, steps in self.counts.items() if steps == PATIENCE and name not in self._warned]
+        if idle:
+            self._warned.update(idle)
             others = "others had one" if any_gradient else "nothing else had one either"
-            what = f"{_listed(late)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
-            what += ". Find out who froze or skipped this, or leave it out of the groups"
+            text = f"{_listed(idle)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
+            text += ". Find out who froze or skipped this, or leave it out of the groups"
             if not any_gradient:
-                what += "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
-            warn(what)
+                text += "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
+            warn(text)
         if self.steps % PATIENCE == 1:
             self._looked_at.clear()
             self._look_at_frozen(groups)
@@ -100,14 +100,14 @@ class IdleParameters:
     def _look_at_frozen(self, groups: Sequence[Mapping[str, Any]]) -> None:
         model = None if self.model is None or not self.frozen else self.model()
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        found = [] if model is None else [site for site in parameter_sites(model) if site.parameter.requires_grad]
-        names = [site.name for site in found if id(site.parameter) not in trained]
-        fresh = [name for name in names if name in self.frozen and name not in self._told]
+        trainable = [] if model is None else [site for site in parameter_sites(model) if site.parameter.requires_grad]
+        names = [site.name for site in trainable if id(site.parameter) not in trained]
+        fresh = [name for name in names if name in self.frozen and name not in self._warned]
         if fresh:
-            self._told.update(fresh)
-            what = f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
-            what += "unfrozen since, but this optimizer trains only what it was given. Write optimizer.add_param_group("
-            warn(what + '{"params": [...], "param_names": [...], "algorithm": "muon" or "adamw"})')
+            self._warned.update(fresh)
+            text = f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
+            text += "unfrozen since, but this optimizer trains only what it was given. Write optimizer.add_param_group("
+            warn(text + '{"params": [...], "param_names": [...], "algorithm": "muon" or "adamw"})')
 
 
 def _is_frozen(tensor: Tensor) -> bool:
@@ -136,15 +136,15 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
         size = rule_of(groups[member.group]).step_size(parameter.matrices[0].rows, parameter.matrices[0].cols)
         if math.isnan(size.rms):
             continue
-        told = (
+        warning = (
             f"{member.name} and perhaps others are {local.dtype} without masters: a typical step of RMS "
             f"{size.rms:.1e} leaves {{:.0%}} of its entries unchanged by rounding. Write "
             "Muon(..., master_dtype=torch.float32) to keep fp32 copies in the optimizer state"
         )
 
-        def say(unchanged: Tensor, told: str = told) -> None:
+        def say(unchanged: Tensor, warning: str = warning) -> None:
             if float(unchanged) >= 0.01:
-                warn(told.format(float(unchanged)))
+                warn(warning.format(float(unchanged)))
 
         tell(((local.float() + size.rms).to(local.dtype) == local).float().mean(), say)
         return
@@ -153,7 +153,7 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
 def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: Tell) -> None:
     """Warn of AdamW's low-precision parameters in which a step as large as the learning rate moves no entry."""
     names, rates, still = list[str](), set[float](), list[Tensor]()
-    for member in (member for some in planned.adamw for member in some):
+    for member in (member for members in planned.adamw for member in members):
         group, local = groups[member.group], local_of(member.tensor).detach()
         # The first step of a warmup is small; schedulers keep the rate that it leads to.
         rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
@@ -164,8 +164,8 @@ def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: 
             ends = ((local.float() + step).to(local.dtype) == local for step in (rate, -rate))
             still.append(torch.stack([end.all() for end in ends]).all())
 
-    def say(found: Tensor) -> None:
-        lost = [name for name, one in zip(names, found.tolist(), strict=True) if one]
+    def say(is_lost: Tensor) -> None:
+        lost = [name for name, lost_here in zip(names, is_lost.tolist(), strict=True) if lost_here]
         if lost:
             kinds = [*patterns(dict.fromkeys(lost, True), [member.name for member in planned.members])]
             warn(
@@ -179,7 +179,7 @@ def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: 
 
 
 def warn_of_unsuited(
-    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], told: set[object], tell: Tell
+    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], warned: set[object], tell: Tell
 ) -> None:
     """Warn of the matrices that did not suit their rule in a step.
 
@@ -187,22 +187,22 @@ def warn_of_unsuited(
         planned: The plan of the step.
         rules: The rule of each param group.
         flags: Whether a matrix does not suit its rule, 0-d bool tensor, by its assignment.
-        told: What was told before. Each parameter that a warning names is added, as ("unsuited", name).
+        warned: What was told before. Each parameter that a warning names is added, as ("unsuited", name).
         tell: `Runtime.tell`.
     """
-    texts, found = list[tuple[str, str]](), []
+    texts, flags_here = list[tuple[str, str]](), []
     for assignment, flag in flags.items():
         member = planned.muon[planned.plan.assignments[assignment].parameter]
         rule = None if member is None else rules[member.group]
         if member is not None and rule is not None:
             texts.append((member.name, rule.unsuited_warning))
-            found.append(flag)
+            flags_here.append(flag)
 
     def say(unsuited: Tensor) -> None:
-        for (name, text), one in zip(texts, unsuited.tolist(), strict=True):
-            if one and ("unsuited", name) not in told:
-                told.add(("unsuited", name))
+        for (name, text), is_unsuited in zip(texts, unsuited.tolist(), strict=True):
+            if is_unsuited and ("unsuited", name) not in warned:
+                warned.add(("unsuited", name))
                 warn(f"{name}: found {text.format(name=name)}")
 
-    if found:
-        tell(torch.stack(found), say)
+    if flags_here:
+        tell(torch.stack(flags_here), say)

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.placing import placements_of
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
@@ -191,13 +191,13 @@ def _stepped(
     random_numbers = torch.Generator().manual_seed(case.seed)
     start = _randn(case.shape, random_numbers)
     alone, shared = nn.Parameter(start.clone()), nn.Parameter(storage.wrap(local_part(start, layout)))
-    layout_arguments: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
+    sharded: dict[str, Any] = {"process_group": "world"} if case.how == "plain" else {}
     if case.how == "flat":
-        layout_arguments["layouts"] = {"parameter": layout}
+        sharded["layouts"] = {"parameter": layout}
     optimizers = []
     for parameter, arguments in (
         (alone, {"process_group": "local"}),
-        (shared, {**layout_arguments, "shard_state": case.shard_state}),
+        (shared, sharded | {"shard_state": case.shard_state}),
     ):
         entry = {**group, "params": [parameter], "param_names": ["parameter"], "matrices": [case.spec]}
         optimizer = Muon([entry], lr=0.02, **case.options, **arguments)
@@ -214,20 +214,14 @@ def _stepped(
         for optimizer in optimizers:
             optimizer.step()
     expected = {"weights": alone.detach(), **optimizers[0].state[alone]}
-    values = {"weights": shared.detach(), **optimizers[1].state[shared]}
+    after = {"weights": shared.detach(), **optimizers[1].state[shared]}
     state_layouts = placed_members(optimizers[1])[0].state_layouts
     # With a device, the CPU does not know whether any rank has had a gradient, so a shard has its state from step 1 on.
-    wrong = sorted(expected.keys() - values.keys() if as_device else expected.keys() ^ values.keys())
-    for key in expected.keys() & values.keys():
-        value_layout = (
-            layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
-        )
-        value = (
-            local_part(expected[key].view(value_layout.shape), value_layout)
-            if value_layout is not None
-            else expected[key]
-        )
-        if not torch.equal(local_of(values[key]).reshape(value.shape), value):
+    wrong = sorted(expected.keys() - after.keys() if as_device else expected.keys() ^ after.keys())
+    for key in expected.keys() & after.keys():
+        placed = layout if key == "weights" else state_layouts[key].storage.layout if key in state_layouts else None
+        value = local_part(expected[key].view(placed.shape), placed) if placed is not None else expected[key]
+        if not torch.equal(local_of(after[key]).reshape(value.shape), value):
             wrong.append(key)
     return expected, wrong
 
@@ -330,7 +324,7 @@ def _randn(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:
 
 def _agree(error: str) -> None:
     """Raise on every rank if there is an error on any."""
-    everyone = tell_all(error)
+    everyone = gather_objects(error)
     for rank, text in enumerate(everyone):
         if text:
             raise AssertionError(f"rank {rank}: {text}" if len(everyone) > 1 else text)

@@ -27,7 +27,7 @@ def expert_names(model: nn.Module) -> dict[str, str]:
     In the model, each rank numbers its experts from 0. In a checkpoint, an expert has its number among the experts of
     all ranks, so a checkpoint loads at any size of expert parallelism.
     """
-    found = {}
+    names_in_checkpoint = {}
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
@@ -35,9 +35,9 @@ def expert_names(model: nn.Module) -> dict[str, str]:
         first = 0 if ranks is None else size * deepspeed_groups._get_expert_parallel_rank(ranks)
         for number, expert in enumerate(module.deepspeed_experts):
             for name, _ in chain(expert.named_parameters(remove_duplicate=False), expert.named_buffers()):
-                names = [f"{path}.deepspeed_experts.{each}.{name}" for each in (number, first + number)]
-                found[canonical_name(names[0])] = canonical_name(names[1])
-    return found
+                names = [f"{path}.deepspeed_experts.{index}.{name}" for index in (number, first + number)]
+                names_in_checkpoint[canonical_name(names[0])] = canonical_name(names[1])
+    return names_in_checkpoint
 
 
 def masters_of(zero: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,11 +89,11 @@ def checked_load(engine: Any) -> Callable[..., Any]:
 
     @wraps(load)
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
-        given = signature.bind(*arguments, **named)
-        given.apply_defaults()
-        settled(lambda: _check_folder(engine, **given.arguments), kind=FileError)
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        settled(lambda: _check_folder(engine, **bound.arguments), kind=FileError)
         loaded = load(*arguments, **named)
-        if not given.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
+        if not bound.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()  # or at stage 0 the next step would return to the old masters
         return loaded
 
@@ -170,22 +170,22 @@ def _check_folder(
     if tag is None or not names:
         return  # DeepSpeed says so
     whole = load_optimizer_states and not load_module_only
-    own, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
+    needed_files, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
     if engine.zero_optimization():
         ranks, bf16 = dist.get_world_size(engine.optimizer.dp_process_group), engine.bfloat16_enabled()
         beyond = engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, ranks, bf16)
-        own |= {engine._get_zero_ckpt_name(load_dir, tag)} if whole else set()
+        needed_files |= {engine._get_zero_ckpt_name(load_dir, tag)} if whole else set()
         foreign = {Path(beyond).name}
-    wrong = [f"without {name}" for name in sorted({Path(path).name for path in own} - names)]
+    wrong = [f"without {name}" for name in sorted({Path(path).name for path in needed_files} - names)]
     wrong += [f"with {name}" for name in sorted(foreign & names)] if whole else []
     if wrong:
-        found, needed = f"a checkpoint {wrong[0]}", "one of an engine with the same ZeRO stage, dtype and ranks"
+        problem, needed = f"a checkpoint {wrong[0]}", "one of an engine with the same ZeRO stage, dtype and ranks"
         write = "In a run like the one that saved it, write muonmesh.checkpoint.save(folder, engine, engine), and here "
         write += "muonmesh.checkpoint.load(folder, engine, engine)"
-        raise FileError(explain_error(f"{load_dir}/{tag}", found, needed, write))
+        raise FileError(explain_error(f"{load_dir}/{tag}", problem, needed, write))
     if engine.zero_optimization_partition_weights() and not whole and (load_optimizer_states or tag != latest):
-        found = "load_module_only=True" if load_optimizer_states else "load_optimizer_states=False with an older tag"
+        problem = "load_module_only=True" if load_optimizer_states else "load_optimizer_states=False with an older tag"
         needed = "the state too: at stage 3 DeepSpeed would load no weights, or those of the latest tag"
         write = "Before initialize, write deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, "
         write += f"{str(load_dir)!r}, {tag!r})"
-        raise FileError(explain_error("load_checkpoint", found, needed, write))
+        raise FileError(explain_error("load_checkpoint", problem, needed, write))

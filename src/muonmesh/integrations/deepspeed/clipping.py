@@ -11,11 +11,11 @@ from torch import Tensor
 
 from muonmesh.clip.limits import GradNorms, Limits
 from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import half_of, norms_of, zeros_for
-from muonmesh.comm.storage import Storage
+from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, add_squares, norms_of, zeros_for
+from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.errors import explain_error
-from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.optimizer import Muon
+from muonmesh.step.connection import plan
 
 
 def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any]) -> Limits | None:
@@ -32,57 +32,63 @@ def limits_of(clip: float | Mapping[str, Any] | None, config: Mapping[str, Any])
     if clip is None:
         return None
     if config.get("gradient_clipping"):
-        found = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
-        raise ValueError(explain_error("clip", found, "only one of them", "Remove gradient_clipping"))
+        problem = f"clip= and gradient_clipping {config['gradient_clipping']} in the config"
+        raise ValueError(explain_error("clip", problem, "only one of them", "Remove gradient_clipping"))
     limits = Limits(**clip) if isinstance(clip, Mapping) else Limits(clip)
     limits.check()
     return limits
 
 
+class EngineGradients(ParameterGrad):
+    """The gradients of a flat tensor before DeepSpeed has prepared them: where its ZeRO stage keeps them.
+
+    Args:
+        zero: DeepSpeed's own optimizer.
+        number: The index of the flat tensor in it.
+    """
+
+    def __init__(self, zero: Any, number: int) -> None:
+        self._zero, self._number = zero, number
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient that DeepSpeed will give to the flat tensor, still multiplied by the loss scale."""
+        if parameter.grad is not None:  # an offloaded tensor has its gradient already
+            return parameter.grad
+        pieces = [piece.reshape(-1) for piece in self._zero.averaged_gradients[self._number]]
+        padding = pieces[0].new_zeros(parameter.numel() - sum(piece.numel() for piece in pieces))
+        return torch.cat([*pieces, padding])
+
+
 def measure(
-    limits: Limits,
-    zero: Any,
-    storages: Mapping[Muon, Mapping[Tensor, Sequence[Storage]]],
-    visible: Sequence[Muon],
-    groups: Sequence[Mapping[str, Any]],
+    limits: Limits, zero: Any, muons: Sequence[Muon], visible: Sequence[Muon], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[GradNorms, dict[int, Tensor], Tensor | None]:
     """Return the norms of the gradients of all tensors, the factors to scale them, and the new `means_of` the groups.
 
     All ranks call it. There are no new means if ``skip_above`` is no multiple of them.
 
-    DeepSpeed has prepared the gradients only of the visible tensors. The gradients of the other flat tensors lie where
-    the ZeRO stage keeps them, still multiplied by the loss scale. `measure` reads them there.
+    DeepSpeed has prepared the gradients only of the visible tensors; those of the others are `EngineGradients`.
 
     Args:
         limits: The limits by which a step is clipped.
         zero: DeepSpeed's own optimizer.
-        storages: For each `Muon` of a step, by its tensors: the storages of the parameters in them.
+        muons: Each `Muon` of a step, in the order of the flat tensors.
         visible: The Muons whose gradients DeepSpeed has prepared.
         groups: The param groups of the engine's optimizer, which have the running means of the norms.
     """
-    device = next(tensor.device for tensors in storages.values() for tensor in tensors)
+    device = next(tensor.device for muon in muons for group in muon.param_groups for tensor in group["params"])
     sums = zeros_for((), device)
-    for number, (muon, tensors) in enumerate(storages.items()):
+    for number, muon in enumerate(muons):
         prepared = muon in visible
+        source = muon.gradients if prepared else EngineGradients(zero, number)
         scale = 1.0 if prepared else float(getattr(zero, "loss_scale", 1.0))
-        for group in muon.param_groups:
-            half = half_of(group)
-            for tensor in group["params"]:
-                gradient = tensor.grad if prepared else _pending(zero, number, tensor)
-                for storage in tensors[tensor] if gradient is not None else ():
-                    for part in storage.parts(gradient):
-                        squares = sums_of_squares([part])[0].to(sums.device)
-                        sums[half] += squares / (scale * scale * storage.copies)
+        squares = zeros_for((), device)
+        planned = plan(muon.param_groups, muon._runtime)
+        error = add_squares(planned, muon.param_groups, source, {SCALE_INVARIANT, SCALE_SENSITIVE}, squares)
+        if error is not None:
+            raise error
+        sums += squares / (scale * scale)
     dist.all_reduce(sums)
     means = None if limits.multiple is None else means_of(groups, sums.device)
     skip = limits.skips(sums, means=means)
     fresh = None if means is None else counted(means, torch.stack([*norms_of(sums).values()]))
-    return limits.told(sums, skip), limits.coefficients(sums, skip), fresh
-
-
-def _pending(zero: Any, number: int, tensor: Tensor) -> Tensor:
-    """Return the gradient that DeepSpeed will give to a flat tensor: shape (size,), or shorter by the padding."""
-    if tensor.grad is not None:  # an offloaded tensor has its gradient already
-        return tensor.grad
-    pieces: Sequence[Tensor] = zero.averaged_gradients[number]
-    return torch.cat([piece.reshape(-1) for piece in pieces])
+    return limits.grad_norms(sums, skip), limits.coefficients(sums, skip), fresh

@@ -25,10 +25,10 @@ def read_config(config: Any) -> dict[str, Any]:
     Raises:
         TypeError: ``config`` is neither a mapping nor a path.
     """
-    found: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
-    if not isinstance(found, Mapping):
+    settings: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
+    if not isinstance(settings, Mapping):
         raise TypeError(explain_error("config", f"{config!r}", "a dict or the path of a JSON file", "Pass either"))
-    return copy.deepcopy(dict(found))
+    return copy.deepcopy(dict(settings))
 
 
 _ZERO = "zero_optimization"
@@ -79,10 +79,10 @@ _ADDED = {
 
 def _setting(config: Mapping[str, Any], path: str) -> Any:
     """Return a setting of the config by its path; None if it is missing or "auto", as DeepSpeed reads it."""
-    found: Any = config
+    value: Any = config
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return None if found == "auto" else found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return None if value == "auto" else value
 
 
 def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, Any]:

@@ -96,24 +96,24 @@ def hosted(model: nn.Module, optimizer: Mapping[str, Any]) -> EngineOptimizer:
         TypeError, ValueError: a setting is unknown or wrong.
     """
     assembly = Assembly(model, optimizer)
-    made = assembly.make_optimizer()
-    made.awaits = assembly
+    engine_optimizer = assembly.make_optimizer()
+    engine_optimizer.awaits = assembly
     if not hasattr(deepspeed.initialize, "_knows_muonmesh"):
         deepspeed.initialize = _knowing(deepspeed.initialize)
-    return made
+    return engine_optimizer
 
 
 def _knowing(original: Callable[..., tuple[Any, Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any, Any]]:
     @wraps(original)
-    def initialize(*positional: Any, **given: Any) -> tuple[Any, Any, Any, Any]:
-        optimizer: Any = given.get("optimizer")
+    def initialize(*positional: Any, **named: Any) -> tuple[Any, Any, Any, Any]:
+        optimizer: Any = named.get("optimizer")
         assembly: Assembly | None = getattr(optimizer, "awaits", None)
         if assembly is None:
-            return original(*positional, **given)
+            return original(*positional, **named)
         optimizer.awaits = None
-        config = given.pop("config", None) or given.pop("config_params", None)
+        config = named.pop("config", None) or named.pop("config_params", None)
         # The assembly has the model, and the optimizer's groups already have the parameters.
-        others = {key: value for key, value in given.items() if key not in ("model", "optimizer", "model_parameters")}
+        others = {key: value for key, value in named.items() if key not in ("model", "optimizer", "model_parameters")}
         return assembly.initialize(original, optimizer, config, None, others)
 
     initialize._knows_muonmesh = True  # type: ignore[attr-defined]
@@ -147,14 +147,14 @@ class Assembly:
                 needed = "none: the engine decides where parameters, gradients, masters and momentum live"
                 raise ValueError(explain_error("optimizer", f"{key}=", needed, f"Remove {key}"))
         if isinstance(model, deepspeed.PipelineModule):
-            found, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
-            raise ValueError(explain_error("model", found, needed, "Use ZeRO, tensor or expert parallelism instead"))
+            problem, needed = "a PipelineModule", "a plain module: a pipeline's tied parameters would be stepped apart"
+            raise ValueError(explain_error("model", problem, needed, "Use ZeRO, tensor or expert parallelism instead"))
         rule = settings.pop("rule", "muon")
         groups = split_params(model, **{key: settings.pop(key) for key in _SPLIT & settings.keys()})
         for group in groups:
             group["algorithm"] = rule if group["algorithm"] == "muon" else group["algorithm"]
-        kept = ("param_names", "algorithm", "matrices", "reasons")
-        self._watched = groups.watch, [{key: group[key] for key in kept if key in group} for group in groups]
+        watched_keys = ("param_names", "algorithm", "matrices", "reasons")
+        self._watched = groups.watch, [{key: group[key] for key in watched_keys if key in group} for group in groups]
         # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
@@ -182,10 +182,10 @@ class Assembly:
             others: Further arguments of `deepspeed.initialize`, by name.
         """
         prepared = prepare_config(read_config(config), has_experts=bool(has_moe_layers(self._model)[0]))
-        limits, given = limits_of(clip, prepared), dict(others)
-        if given.get("lr_scheduler") is None:
-            given["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
-        engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **given)
+        limits, arguments = limits_of(clip, prepared), dict(others)
+        if arguments.get("lr_scheduler") is None:
+            arguments["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
+        engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **arguments)
         self.bind(engine, limits)
         return (engine, *rest)
 
@@ -205,24 +205,25 @@ class Assembly:
             names = group["param_names"]
             missing = [name for name in names if name not in parameters]
             if missing:
-                found = "a module without it after DeepSpeed replaced modules"
+                problem = "a module without it after DeepSpeed replaced modules"
                 write = "Exclude its module from what replaces modules, such as AutoTP"
-                raise LayoutError(explain_error(missing[0], found, "all names of the model", write))
+                raise LayoutError(explain_error(missing[0], problem, "all names of the model", write))
             specs = group.get("matrices") or [None] * len(names)
-            made: dict[str | None, dict[str, Any]] = {}
+            by_experts: dict[str | None, dict[str, Any]] = {}
             for name, meta, spec, reason in zip(names, group["params"], specs, group["reasons"], strict=True):
                 parameter = parameters[name]
                 experts = parameter.group_name if is_moe_param(parameter) else None
-                if experts not in made:
-                    made[experts] = self._group(group, experts)
+                if experts not in by_experts:
+                    by_experts[experts] = self._group(group, experts)
                 shape = tuple(meta.shape)
                 called = renamed.get(name, name)
-                known = engine_parameter(parameter, called, shape, spec, tensor_parallel=tensor_parallel)
-                self._parameters[id(parameter)], self._reasons[known.name] = known, reason
-                for key, value in (("params", parameter), ("parameters", known.name), ("matrices", spec)):
-                    made[experts][key].append(value)
-            groups += made.values()
-            self._labels += [group["name"] if experts is None else f"{group['name']} {experts}" for experts in made]
+                description = engine_parameter(parameter, called, shape, spec, tensor_parallel=tensor_parallel)
+                self._parameters[id(parameter)], self._reasons[description.name] = description, reason
+                for key, value in (("params", parameter), ("parameters", description.name), ("matrices", spec)):
+                    by_experts[experts][key].append(value)
+            groups += by_experts.values()
+            name = group["name"]
+            self._labels += [name if experts is None else f"{name} {experts}" for experts in by_experts]
         optimizer = EngineOptimizer(groups, self._template.defaults)
         if tensor_parallel == 1:  # a forward cuts shards, whose sizes are no weight's
             optimizer.watched = self._watched
@@ -231,8 +232,8 @@ class Assembly:
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""
         settings = {key: value for key, value in group.items() if key not in OWN_KEYS}
-        known: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
-        return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **known, **settings}
+        identity: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
+        return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **identity, **settings}
 
     def bind(self, engine: Any, limits: Limits | None) -> None:
         """Read from the engine where each parameter lies, and give the optimizer those that take its step.
@@ -251,7 +252,7 @@ class Assembly:
             optimizer.bind(list(self._replicated(engine, groups)), self._reasons, limits, engine)
             return
         proved = prove(lambda: read_flats(engine), self._parameters)
-        muons = [self._flat(number, *each, groups) for number, each in enumerate(proved)]
+        muons = [self._flat(number, *flat_with_contents, groups) for number, flat_with_contents in enumerate(proved)]
         optimizer.bind(muons, self._reasons, limits, engine)
         mend(engine.optimizer)
 
@@ -260,22 +261,22 @@ class Assembly:
 
         Each set of ranks that shares experts has one of its own. Tensor-parallel shards are declared as layouts.
         """
-        parameters = {known.name: known for known in self._parameters.values()}
+        parameters = {description.name: description for description in self._parameters.values()}
         sets: dict[str | None, list[dict[str, Any]]] = {}
         for label, group in zip(self._labels, groups, strict=True):
             inner = {**_settings(group), "name": label, "param_names": group["parameters"], "params": group["params"]}
             inner |= {"matrices": group["matrices"]} if is_matrix_rule(group["algorithm"]) else {}
             sets.setdefault(group["name"] if group.get("moe") else None, []).append(inner)
-        for experts, some in sets.items():
+        for experts, groups_of_set in sets.items():
             dense = engine.seq_data_parallel_group
             process_group = dense if experts is None else engine.expert_data_parallel_group[experts]
-            names = [name for group in some for name in group["param_names"]]
+            names = [name for group in groups_of_set for name in group["param_names"]]
             ranks = tuple(dist.get_process_group_ranks(process_group))
             cut = [parameters[name] for name in names if not isinstance(parameters[name].placement, Replicate)]
-            layouts = {known.name: known.within(ranks) for known in cut}
+            layouts = {description.name: description.within(ranks) for description in cut}
             if any(parameters[name].tensor_parallel > 1 for name in names):
                 process_group = dist.group.WORLD  # parameters that are not cut are the same on all ranks
-            yield Muon(some, process_group=process_group, layouts=layouts, **self._shared)
+            yield Muon(groups_of_set, process_group=process_group, layouts=layouts, **self._shared)
 
     def _flat(
         self, number: int, flat: Flat, contents: Sequence[FlatParameter], groups: Sequence[Mapping[str, Any]]

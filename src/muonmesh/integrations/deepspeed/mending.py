@@ -48,11 +48,11 @@ def _link_in_order(zero: Any) -> None:
     link = zero._link_all_hp_params
 
     def link_in_order() -> None:
-        given, zero.bit16_groups = zero.bit16_groups, zero.round_robin_bit16_groups
+        in_model_order, zero.bit16_groups = zero.bit16_groups, zero.round_robin_bit16_groups
         try:
             link()
         finally:
-            zero.bit16_groups = given
+            zero.bit16_groups = in_model_order
 
     zero._link_all_hp_params = link_in_order
     link_in_order()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from muonmesh.checkpoint.load_plan import OWN_KEYS
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
-from muonmesh.comm.storage import Storage, this_rank, world_size
+from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
 from muonmesh.integrations.deepspeed.checkpoint import expert_names, masters_of, publish
@@ -67,12 +66,11 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
         self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
-        self._storages: dict[Muon, dict[Tensor, list[Storage]]] = {}
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
         self._engine: Any = None
-        self._left: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
+        self._checksums: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
 
     def bind(self, muons: Sequence[Muon], reasons: Mapping[str, str], limits: Limits | None, engine: Any) -> None:
         """Take what steps the engine's tensors, and create the state.
@@ -91,11 +89,8 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             self.clip_by(limits)
         for muon in muons:
             self._stepped_by.update({id(p): (muon, group) for group in muon.param_groups for p in group["params"]})
-            storages = self._storages[muon] = defaultdict(list)
-            for member in placed_members(muon):
-                storages[member.tensor].append(member.storage)
             self._share(muon)
-            CheckpointedOptimizer(muon).create_state()  # DeepSpeed links parameters to their state once
+        self.create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
     def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,7 +99,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         return ((master, weight) for master, weight in masters_of(self._zero) if master.data_ptr() in stepped)
 
     def _note(self, *muons: Muon) -> None:
-        self._left.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*muons)})
+        self._checksums.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*muons)})
 
     def _follow(self, *muons: Muon) -> None:
         """Let the engine's fp32 weights follow the module's where other code has written these since the last step.
@@ -113,9 +108,9 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         `safe_set_full_fp32_param`, and a checkpoint that it loads, write only the fp32 weights. These then stay.
         """
         for master, weight in self._masters(*muons):
-            left = self._left.get(master.data_ptr())
-            if left is not None:
-                follow(master, weight, keep=(left != _checksum(master)).any())
+            checksum = self._checksums.get(master.data_ptr())
+            if checksum is not None:
+                follow(master, weight, keep=(checksum != _checksum(master)).any())
 
     def clip_by(self, limits: Limits) -> None:
         """Clip and skip by these limits from the next step on, and turn off the engine's own clipping.
@@ -154,7 +149,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
         visible = list(dict.fromkeys(muon for _, muon, _ in shown))
         if self._limits is not None and self.muons[0] in visible:
-            measured = measure(self._limits, self._zero, self._storages, visible, self.param_groups)
+            measured = measure(self._limits, self._zero, self.muons, visible, self.param_groups)
             self.norms, self._coefficients, self._means = measured
         for muon in visible:
             self._run(muon)
@@ -168,9 +163,9 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     def _stepping(self, tensor: Tensor) -> tuple[Muon, dict[str, Any]]:
         """Return the Muon that steps a tensor of DeepSpeed's, and its group there."""
         if id(tensor) not in self._stepped_by:
-            found = f"a tensor of {tensor.numel()} elements to step that its records did not name"
+            problem = f"a tensor of {tensor.numel()} elements to step that its records did not name"
             write = "Make the engine with muonmesh.integrations.deepspeed.initialize, and anew after changing it"
-            raise LayoutError(explain_error("DeepSpeed", found, "the tensors it had when the engine was made", write))
+            raise LayoutError(explain_error("DeepSpeed", problem, "the tensors it had when the engine was made", write))
         return self._stepped_by[id(tensor)]
 
     def _run(self, muon: Muon) -> None:
@@ -198,10 +193,10 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """
         self._check_groups(state_dict["param_groups"])
         if state_dict.get("places", self._places) != self._places:
-            found, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
+            problem, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
             write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
             write += "muonmesh.checkpoint.save and muonmesh.checkpoint.load"
-            raise StateError(explain_error("the state", found, needed, write))
+            raise StateError(explain_error("the state", problem, needed, write))
         super().load_state_dict(state_dict)
         for tensor, state in self.state.items():
             if "step" in state:  # torch loads one tensor for all if one was saved, and a number as it is
@@ -228,8 +223,8 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
 
         DeepSpeed loads flat tensors of the same size, whatever lies in them.
         """
-        held = [(member.name, member.storage.layout) for muon in self.muons for member in placed_members(muon)]
-        layouts = [(name, layout.intervals) for name, layout in held if isinstance(layout, FlatShards)]
+        named_layouts = [(member.name, member.storage.layout) for muon in self.muons for member in placed_members(muon)]
+        layouts = [(name, layout.intervals) for name, layout in named_layouts if isinstance(layout, FlatShards)]
         return hashlib.sha256(repr(layouts).encode()).hexdigest()
 
     def _settle(self) -> None:
@@ -238,19 +233,14 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self._follow(*self.muons)
         self._note(*self.muons)
 
-    def refuse_if_interrupted(self) -> None:
-        """Raise StateError if a step or a load was interrupted while it wrote, and no state has been loaded since."""
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).refuse_if_interrupted()
-
     def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Raise StateError unless saved groups equal these groups in name, algorithm, parameters and splits."""
         pairs: Iterator[tuple[Mapping[str, Any], ...]] = zip_longest(saved, self._identities, fillvalue={})
         for group, identity in pairs:
             for key in _IDENTITY:
                 if as_tuples(group.get(key)) != as_tuples(identity.get(key)):
-                    found, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
-                    raise StateError(explain_error(f"group {identity.get('name')!r}", found, needed, _AS_SAVED))
+                    problem, needed = f"{key} {group.get(key)!r} in the state", f"{identity.get(key)!r}"
+                    raise StateError(explain_error(f"group {identity.get('name')!r}", problem, needed, _AS_SAVED))
 
     def checkpoint_records(self) -> list[ParameterRecord]:
         """Return a `ParameterRecord` of every parameter with its state; see `CheckpointedOptimizer`."""
@@ -258,23 +248,16 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         for muon in self.muons:
             self._share(muon)
         groups = self._group_of
-        records = (record for muon in self.muons for record in CheckpointedOptimizer(muon).checkpoint_records())
-        return [replace(record, group=groups[record.name]) for record in records]
+        return [replace(record, group=groups[record.name]) for record in super().checkpoint_records()]
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint names of this rank's experts, by their names in the model."""
         return expert_names(model)
 
-    def checkpoint_changing(self) -> None:
-        """Mark the state as incomplete, because `muonmesh.checkpoint.load` begins to write."""
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).checkpoint_changing()
-
     def checkpoint_restored(self) -> None:
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
-        for muon in self.muons:
-            CheckpointedOptimizer(muon).checkpoint_restored()
+        super().checkpoint_restored()
         publish(self._zero)
         self._note(*self.muons)
 
@@ -311,13 +294,13 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     def explain(self) -> Explanation:
         """Return an explanation of a step of the engine, as `muonmesh.Muon.explain` does; no communication."""
         explanations = [muon.explain() for muon in self.muons]
-        rows = (row for one in explanations for row in one.rows)
+        rows = (row for part in explanations for row in part.rows)
         names = ("orthogonalizations", "collectives", "bytes_sent", "bytes_received", "state_bytes", "host_bytes")
         return Explanation(
             rows=tuple(replace(row, reason=self._reasons[row.parameter]) for row in rows),
             rank=this_rank(),
-            flops={rank: sum(one.flops.get(rank, 0) for one in explanations) for rank in range(world_size())},
-            budget_bytes=max(one.budget_bytes for one in explanations),
-            alone=sum(one.alone for one in explanations),
-            **{name: sum(getattr(one, name) for one in explanations) for name in names},
+            flops={rank: sum(part.flops.get(rank, 0) for part in explanations) for rank in range(world_size())},
+            budget_bytes=max(part.budget_bytes for part in explanations),
+            alone=sum(part.alone for part in explanations),
+            **{name: sum(getattr(part, name) for part in explanations) for name in names},
         )

@@ -23,8 +23,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.comm.placing import placements_of
-from muonmesh.comm.telling import agreed
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 
@@ -63,9 +63,9 @@ class EngineParameter:
         column = dist.get_rank() % size
         grid = [rank - column + peer for rank in ranks for peer in range(size)]
         if any(rank % size != column for rank in ranks):
-            found = f"a partition over the ranks {ranks}, which tensor parallelism of {size} shards among them"
+            problem = f"a partition over the ranks {ranks}, which tensor parallelism of {size} shards among them"
             write = "Make the model without zero.Init, or set autotp_size to 1"
-            raise LayoutError(explain_error(self.name, found, "one over data-parallel ranks", write))
+            raise LayoutError(explain_error(self.name, problem, "one over data-parallel ranks", write))
         placements = placements_of(self.name, (Replicate(), self.placement))
         return MeshLayout(self.shape, (len(ranks), size), tuple(grid), placements)
 
@@ -86,14 +86,14 @@ def engine_parameter(
         LayoutError: DeepSpeed has cut the parameter in a way that muonmesh does not know.
     """
     placement = _placement(name, getattr(parameter, DS_AUTOTP_UC_META, None) or {}, shape, tensor_parallel)
-    known = EngineParameter(name, shape, matrices, tensor_parallel, placement)
+    described = EngineParameter(name, shape, matrices, tensor_parallel, placement)
     peers = MeshLayout(shape, (tensor_parallel,), tuple(range(tensor_parallel)), placements_of(name, (placement,)))
     needed = peers.local_shape(dist.get_rank() % tensor_parallel)
-    held = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    if held != needed:
-        found = f"shape {held} in the engine"
-        raise LayoutError(explain_error(name, found, f"{needed} of {shape}", "Leave its module as it is, or whole"))
-    return known
+    local_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if local_shape != needed:
+        problem = f"shape {local_shape} in the engine"
+        raise LayoutError(explain_error(name, problem, f"{needed} of {shape}", "Leave its module as it is, or whole"))
+    return described
 
 
 def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: int) -> Placement:
@@ -106,11 +106,11 @@ def _placement(name: str, meta: dict[str, Any], shape: tuple[int, ...], size: in
     if size == 1 or dim is None or meta.get("replicated"):
         return Replicate()
     widths = meta.get("sub_param_shard_widths") or [meta.get("partition_sizes") or [shape[dim] / size] * size]
-    if len({width for some in widths for width in some}) > 1:
-        found = f"uneven parts {widths} along dim {dim} under tensor parallelism"
+    if len({width for widths_of_part in widths for width in widths_of_part}) > 1:
+        problem = f"uneven parts {widths} along dim {dim} under tensor parallelism"
         needed = f"{size} equal ones of each of its {len(widths)} parts"
         write = "Choose an autotp_size that divides its heads, or skip it in partition_config"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     return Shard(dim) if len(widths) == 1 else _StridedShard(dim, split_factor=len(widths))
 
 
@@ -126,14 +126,14 @@ class Flat:
         tensor: The flat tensor, which DeepSpeed gives to the optimizer to step; shape (size,).
         group: The index of its param group.
         process_group: The ranks that share its parameters.
-        held: Its parameters in the order in which they lie in it. Each has the interval of the parameter that this
-            rank's flat tensor holds; the length is 0 if it holds no element.
+        spans: Its parameters in the order in which they lie in it, each with the interval that this rank's flat
+            tensor holds of it. The length is 0 if it holds no element.
     """
 
     tensor: Tensor
     group: int
     process_group: dist.ProcessGroup
-    held: tuple[tuple[nn.Parameter, Interval], ...]
+    spans: tuple[tuple[nn.Parameter, Interval], ...]
 
 
 def read_flats(engine: Any) -> list[Flat]:
@@ -142,7 +142,7 @@ def read_flats(engine: Any) -> list[Flat]:
     Raises:
         LayoutError: the engine's records cannot be read.
     """
-    zero, where = engine.optimizer, f"DeepSpeed {deepspeed.__version__}"
+    zero, version = engine.optimizer, f"DeepSpeed {deepspeed.__version__}"
     try:
         if hasattr(zero, "fp16_partitioned_groups_flat"):
             return list(_read_stage_3(zero))
@@ -154,12 +154,12 @@ def read_flats(engine: Any) -> list[Flat]:
             # `BF16_Optimizer` (stage 1 with fp32 accumulation) puts each group's parameters end to end.
             tensors, parameters = zero.fp32_groups_flat_partition, zero.bf16_groups
             lengths = [[parameter.numel() for parameter in group] for group in parameters]
-            offsets = [list(itertools.accumulate(some, initial=0))[:-1] for some in lengths]
+            offsets = [list(itertools.accumulate(sizes_in_group, initial=0))[:-1] for sizes_in_group in lengths]
             return list(_read_partitions(zero, tensors, [t.numel() for t in tensors], parameters, offsets))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        found = f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})"
-        raise LayoutError(explain_error(where, found, f"those of {_READ}", _DIFFERENT)) from error
-    raise LayoutError(explain_error(where, f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT))
+        problem = f"records of {type(zero).__name__} that cannot be read ({type(error).__name__}: {error})"
+        raise LayoutError(explain_error(version, problem, f"those of {_READ}", _DIFFERENT)) from error
+    raise LayoutError(explain_error(version, f"a {type(zero).__name__}", "a ZeRO optimizer", _DIFFERENT))
 
 
 def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offsets: Any) -> Iterator[Flat]:
@@ -167,11 +167,11 @@ def _read_partitions(zero: Any, tensors: Any, sizes: Any, parameters: Any, offse
     for number, tensor in enumerate(tensors):
         group = zero.real_dp_process_group[number]
         low = dist.get_rank(group) * sizes[number]
-        held = tuple(
+        intervals = tuple(
             (parameter, Interval(0, parameter.numel(), offset).part(low, low + tensor.numel()))
             for parameter, offset in zip(parameters[number], offsets[number], strict=True)
         )
-        yield Flat(tensor, number, group, held)
+        yield Flat(tensor, number, group, intervals)
 
 
 def _read_stage_3(zero: Any) -> Iterator[Flat]:
@@ -181,15 +181,15 @@ def _read_stage_3(zero: Any) -> Iterator[Flat]:
     """
     for number, tensor in enumerate(zero.fp32_partitioned_groups_flat):
         group = zero._get_sub_group_process_group(number)
-        held = []
+        intervals = []
         for parameter in zero.fp16_groups[number]:
             sub_group, start, length = zero.grad_position[zero.get_param_id(parameter)]
             if sub_group != number:
-                found = f"grad_position {sub_group} of a parameter in sub-group {number}"
-                raise ValueError(explain_error("DeepSpeed", found, f"{number}", _DIFFERENT))
+                problem = f"grad_position {sub_group} of a parameter in sub-group {number}"
+                raise ValueError(explain_error("DeepSpeed", problem, f"{number}", _DIFFERENT))
             first = min(dist.get_rank(group) * length, parameter.ds_numel)
-            held.append((parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
-        yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(held))
+            intervals.append((parameter, Interval(first, min(length, parameter.ds_numel - first), start)))
+        yield Flat(tensor, zero.sub_group_to_group_id[number], group, tuple(intervals))
 
 
 def prove(
@@ -205,16 +205,16 @@ def prove(
         LayoutError: on every rank, if the records of any rank do not describe its flat tensors.
     """
     flats = settled(read, kind=LayoutError)
-    everyone = agreed(lambda: _intervals(flats, parameters), kind=LayoutError)
+    everyone = results_of_all_ranks(lambda: _intervals(flats, parameters), kind=LayoutError)
 
     def contents(flat: Flat) -> list[FlatParameter]:
         ranks = tuple(dist.get_process_group_ranks(flat.process_group))
-        known = [parameters[id(parameter)] for parameter, _ in flat.held]
-        return [FlatParameter(each.name, _layout_of(each, ranks, everyone), each.matrices) for each in known]
+        records = [parameters[id(parameter)] for parameter, _ in flat.spans]
+        return [FlatParameter(record.name, _layout_of(record, ranks, everyone), record.matrices) for record in records]
 
     # All ranks must succeed here before they gather parameters together.
     layouts = settled(lambda: [contents(flat) for flat in flats], kind=LayoutError)
-    agreed(lambda: _compare(flats, parameters), kind=LayoutError)
+    results_of_all_ranks(lambda: _compare(flats, parameters), kind=LayoutError)
     return list(zip(flats, layouts, strict=True))
 
 
@@ -228,24 +228,26 @@ def _intervals(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) ->
     Raises:
         LayoutError: the flat tensors do not hold exactly the parameters of the groups, each once.
     """
-    count = Counter(id(parameter) for flat in flats for parameter, _ in flat.held)
+    count = Counter(id(parameter) for flat in flats for parameter, _ in flat.spans)
     wrong = sum((count - Counter(parameters.keys())).values())
-    missing = sorted(known.name for key, known in parameters.items() if key not in count)
+    missing = sorted(description.name for key, description in parameters.items() if key not in count)
     if wrong or missing:
-        found = f"{wrong} parameters in its flat tensors that it was not given, not {missing}"
-        raise LayoutError(explain_error("DeepSpeed", found, "those of the groups, each once", _DIFFERENT))
-    return {parameters[id(p)].name: (flat.tensor.numel(), interval) for flat in flats for p, interval in flat.held}
+        problem = f"{wrong} parameters in its flat tensors that it was not given, not {missing}"
+        raise LayoutError(explain_error("DeepSpeed", problem, "those of the groups, each once", _DIFFERENT))
+    return {parameters[id(p)].name: (flat.tensor.numel(), interval) for flat in flats for p, interval in flat.spans}
 
 
-def _layout_of(known: EngineParameter, ranks: tuple[int, ...], everyone: Sequence[_Intervals]) -> FlatShards:
-    within = known.within(ranks)
+def _layout_of(record: EngineParameter, ranks: tuple[int, ...], everyone: Sequence[_Intervals]) -> FlatShards:
+    within = record.within(ranks)
     try:
-        entries = {rank: everyone[rank][known.name] for rank in within.ranks}
+        entries = {rank: everyone[rank][record.name] for rank in within.ranks}
         sizes = [size for size, _ in entries.values()]
         layout = FlatShards.on_axes(within, [0], lambda rank, _: [entries[rank][1]], sizes)
         layout.prove_cover()
     except (KeyError, LayoutError) as error:
-        raise LayoutError(explain_error(known.name, str(error), "each element held exactly once", _DIFFERENT)) from None
+        raise LayoutError(
+            explain_error(record.name, str(error), "each element held exactly once", _DIFFERENT)
+        ) from None
     return layout
 
 
@@ -255,11 +257,12 @@ def _compare(flats: Sequence[Flat], parameters: dict[int, EngineParameter]) -> N
     At stage 3, the ranks of a process group gather one parameter at a time, so they all call it.
     """
     wrong = None
-    for tensor, (parameter, (first, length, start)) in ((flat.tensor, one) for flat in flats for one in flat.held):
+    every = ((flat.tensor, placed) for flat in flats for placed in flat.spans)
+    for tensor, (parameter, (first, length, start)) in every:
         whole = _whole(parameter)
-        found = tensor.detach()[start : start + length]
-        needed = whole.reshape(-1)[first : first + length].to(found.device, found.dtype)
-        if not torch.equal(found.nan_to_num(), needed.nan_to_num()):
+        in_buffer = tensor.detach()[start : start + length]
+        needed = whole.reshape(-1)[first : first + length].to(in_buffer.device, in_buffer.dtype)
+        if not torch.equal(in_buffer.nan_to_num(), needed.nan_to_num()):
             wrong = wrong or parameters[id(parameter)].name
     if wrong is not None:
         others = "other values in its flat fp32 tensor than in the module"

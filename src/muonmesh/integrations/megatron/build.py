@@ -14,19 +14,20 @@ import torch
 from megatron.core import optimizer as megatrons
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
-from muonmesh.clip.squares import half_of
-from muonmesh.comm.telling import tell_all
+from muonmesh.clip.squares import scale_kind_of
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder
 from muonmesh.integrations.megatron.layouts import SavedBox, layout_of, ranges_of, saved_boxes_of
-from muonmesh.integrations.megatron.main_grad import MainGrad
+from muonmesh.integrations.megatron.main_grad import MainGrad, ShardedGrad
 from muonmesh.integrations.megatron.optimizer import Holding, MegatronOptimizer
 from muonmesh.integrations.megatron.param_groups import find_groups
-from muonmesh.integrations.megatron.refusals import refuse, refuse_formats, refuse_state
+from muonmesh.integrations.megatron.refusals import is_fsdp, refuse, refuse_formats, refuse_state
 from muonmesh.layout import Declared, FlatShards
 from muonmesh.optimizer import Muon
 
@@ -53,14 +54,15 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Return one optimizer for Muon's and AdamW's parameters, experts included. All ranks of the world call it.
 
-    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel alone and with the
-    distributed optimizer; ``config.optimizer`` stays "adam". With the same reduced gradients, the update is the update
-    of one process for every parallel layout of the model, on a CPU bit for bit.
+    It replaces `megatron.core.optimizer.get_megatron_optimizer`, with DistributedDataParallel alone, with the
+    distributed optimizer, and with Megatron-FSDP; ``config.optimizer`` stays "adam". With the same reduced gradients,
+    the update is the update of one process for every parallel layout of the model, on a CPU bit for bit.
 
     Args:
         config: Megatron's OptimizerConfig: learning rate, weight decay, AdamW's betas and ε, clipping (``clip_grad``)
             and precision.
-        model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel.
+        model_chunks: This pipeline stage's chunks, each in Megatron's DistributedDataParallel or
+            FullyShardedDataParallel (Megatron-FSDP).
         config_overrides: Megatron's overrides, applied to Muon's and AdamW's parameters. They decide about the weight
             decay of vectors, except where ``overrides`` do. None: Megatron's standard overrides.
         use_gloo_process_groups: Ignored; accepted for Megatron's callers.
@@ -88,10 +90,11 @@ def get_megatron_optimizer(
         settings = dict(muon or {})
         shared = {key: settings.pop(key) for key in _SHARED if key in settings}
         refuse_state(shared, qk_clip=any(getattr(chunk.config, "qk_clip", False) for chunk in model_chunks))
-        refuse_formats(flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
+        refuse_formats(model_chunks, flat=config.use_distributed_optimizer or bool(shared.get("shard_state")))
         ranks = max(group.size() for group in (axes.tp, getattr(axes, "expt_tp", None)) if group is not None)
+        fsdp = any(is_fsdp(chunk) for chunk in model_chunks)
         boxes: dict[int, list[SavedBox]] = {}
-        for chunk in model_chunks:
+        for chunk in model_chunks if not fsdp else ():
             boxes |= saved_boxes_of(unwrapped(chunk), ranks)
         groups, used = find_groups(
             config,
@@ -103,9 +106,9 @@ def get_megatron_optimizer(
             muon=settings,
             adamw=adamw or {},
         )
-        ranges = ranges_of(model_chunks) if config.use_distributed_optimizer else None
-        holdings, layouts = _held(groups, axes, boxes, ranges)
-        intervals = {held.tensor: (held.parameter, held.low) for held in holdings if held.tensor is not held.parameter}
+        ranges = ranges_of(model_chunks) if config.use_distributed_optimizer and not fsdp else None
+        holdings, layouts = _holdings_of(groups, axes, boxes, ranges)
+        intervals = {h.tensor: (h.parameter, h.low) for h in holdings if h.tensor is not h.parameter}
         optimizer = Muon(
             groups,
             config.lr,
@@ -113,21 +116,21 @@ def get_megatron_optimizer(
             adamw_eps=config.adam_eps,
             master_dtype=torch.float32 if config.bf16 or config.fp16 else None,
             layouts=layouts,
-            gradients=MainGrad(intervals=intervals),
+            gradients=ShardedGrad() if fsdp else MainGrad(intervals=intervals),
             **shared,
         )
         built = MegatronOptimizer(optimizer, config, list(model_chunks), holdings, axes, policy, skip_above)
         built.limits.check()
         return built, used
 
-    built, here = settled(build, kind=PlanError)
-    groups = [(group["name"], half_of(group)) for group in built.param_groups if group["params"]]
-    told = tell_all((here, built.limits, groups))
-    unused = sorted(set(overrides or {}).difference(*(used for used, *_ in told)))
+    built, used_overrides = settled(build, kind=PlanError)
+    groups = [(group["name"], scale_kind_of(group)) for group in built.param_groups if group["params"]]
+    from_ranks = gather_objects((used_overrides, built.limits, groups))
+    unused = sorted(set(overrides or {}).difference(*(used for used, *_ in from_ranks)))
     if unused:
         needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
-    built.meet([(limits, groups) for _, limits, groups in told])
+    built.meet([(limits, groups) for _, limits, groups in from_ranks])
     return built
 
 
@@ -139,7 +142,7 @@ def _check_axes(axes: Any) -> None:
             raise ValueError(explain_error("pg_collection", f"no {needed[0]}", "tp, pp, and dp_cp or dp", write))
 
 
-def _held(
+def _holdings_of(
     groups: Sequence[dict[str, Any]],
     axes: Any,
     boxes: Mapping[int, list[SavedBox]],
@@ -163,18 +166,21 @@ def _held(
     mesh_for = mesh_finder(dense, (getattr(axes, "expt_dp", None), getattr(axes, "expt_tp", None)))
     for group in groups:
         for i, (name, parameter) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            if isinstance(parameter, DTensor):  # of Megatron-FSDP, which says where it lies
+                holdings.append(Holding(name, name, 0, parameter, parameter, 0, False))
+                continue
             mesh = mesh_for(name, parameter)
             assert mesh is not None
-            own, kept = boxes.get(id(parameter)), None if ranges is None else ranges[parameter]
-            layouts[name] = layout_of(name, parameter, own, mesh, kept)
+            own_boxes, ranges_of_ranks = boxes.get(id(parameter)), None if ranges is None else ranges[parameter]
+            layouts[name] = layout_of(name, parameter, own_boxes, mesh, ranges_of_ranks)
             tensor: Tensor = parameter
-            low, high = (0, parameter.numel()) if kept is None else kept[mesh.get_local_rank(0)]
+            low, high = (0, parameter.numel()) if ranges_of_ranks is None else ranges_of_ranks[mesh.get_local_rank(0)]
             if isinstance(layouts[name], FlatShards):
                 tensor = parameter.data.view(-1)[low:high]
             group["params"][i] = tensor
             copy = int(getattr(parameter, "shared", False))
             saved = boxes[id(parameter)][0].key if copy else name
-            resizes = any(box.resizes for box in own or ())
+            resizes = any(box.resizes for box in own_boxes or ())
             holdings.append(Holding(name, saved, copy, parameter, tensor, low, resizes))
     return holdings, layouts
 
@@ -196,16 +202,15 @@ def install(**settings: Any) -> None:
         TypeError: an argument has another name.
     """
     arguments = inspect.signature(get_megatron_optimizer).parameters.values()
-    known = [
-        argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY
-    ]  # Megatron has the others
-    if unknown := [name for name in settings if name not in known]:
-        found, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(known)}"
-        raise TypeError(explain_error("install", found, needed, "Remove it"))
-    theirs = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
-    ours = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
-    ours.__wrapped_by_muonmesh__ = theirs  # type: ignore[attr-defined]
-    _replace("get_megatron_optimizer", (theirs, megatrons.get_megatron_optimizer), ours)
+    # Megatron's function has the other arguments.
+    setting_names = [argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY]
+    if unknown := [name for name in settings if name not in setting_names]:
+        problem, needed = f"the setting {unknown[0]!r}", f"one of {', '.join(setting_names)}"
+        raise TypeError(explain_error("install", problem, needed, "Remove it"))
+    original = getattr(megatrons.get_megatron_optimizer, "__wrapped_by_muonmesh__", megatrons.get_megatron_optimizer)
+    replacement = functools.wraps(get_megatron_optimizer)(functools.partial(get_megatron_optimizer, **settings))
+    replacement.__wrapped_by_muonmesh__ = original  # type: ignore[attr-defined]
+    _replace("get_megatron_optimizer", (original, megatrons.get_megatron_optimizer), replacement)
     with suppress(ImportError):
         from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
@@ -217,9 +222,9 @@ def install(**settings: Any) -> None:
         )
 
 
-def _replace(name: str, before: Collection[Any], now: Any) -> None:
+def _replace(name: str, before: Collection[Any], replacement: Any) -> None:
     """Replace a function of Megatron in every module that has it under its name."""
     for module in list(sys.modules.values()):
         # getattr would start the imports of modules that import on demand.
         if getattr(module, "__dict__", {}).get(name) in before:
-            setattr(module, name, now)
+            setattr(module, name, replacement)

@@ -118,9 +118,9 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
     """
     optimizer.finish()
     groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
-    parts = [(*some, loaded["state"].get(some[0].name, {}).get(some[1], {})) for some in _stored(optimizer)]
+    parts = [(*stored, loaded["state"].get(stored[0].name, {}).get(stored[1], {})) for stored in _stored(optimizer)]
     missing = sorted(groups.keys() - loaded["param_groups"].keys())
-    missing += [f"{key} of {member.name}" for member, key, _, boxes, found in parts if len(boxes) != len(found)]
+    missing += [f"{key} of {member.name}" for member, key, _, boxes, saved in parts if len(boxes) != len(saved)]
     if missing:
         write = f"Load into an optimizer of the same model and settings. {ANOTHERS}"
         raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
@@ -128,8 +128,8 @@ def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
         group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
     for group in optimizer.param_groups:
         group[NORM_MEANS] = loaded[NORM_MEANS]
-    for member, key, _, boxes, found in parts:
-        for box, part in zip(boxes.values(), found.values(), strict=True):
+    for member, key, _, boxes, saved in parts:
+        for box, part in zip(boxes.values(), saved.values(), strict=True):
             box.copy_(part)
         if key == "master":
             local_of(member.tensor).copy_(local_of(optimizer.state[member.tensor][key]))

@@ -62,8 +62,8 @@ def declared_layouts(
         if isinstance(parameter, DTensor) or (mesh := mesh_for(name, parameter)) is None:
             continue
         if getattr(parameter, "is_gtp_weight_remat", False):
-            found, needed = "is_gtp_weight_remat=True", "shards over tensor_parallel alone, which placements can say"
-            raise LayoutError(explain_error(name, found, needed, "Set gtp_weight_remat_size=1"))
+            problem, needed = "is_gtp_weight_remat=True", "shards over tensor_parallel alone, which placements can say"
+            raise LayoutError(explain_error(name, problem, needed, "Set gtp_weight_remat_size=1"))
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if mesh.mesh_dim_names != ("data",) and mesh.size(-1) > 1:
             placements[-1] = _stamped_placement(name, parameter)
@@ -75,9 +75,9 @@ def _by_canonical_name(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[s
     named: dict[str, Tensor] = {}
     for name, parameter in named_parameters:
         if named.setdefault(canonical_name(name), parameter) is not parameter:
-            found, needed = "two parameters of this name", "one; the chunks of a virtual pipeline repeat their names"
+            problem, needed = "two parameters of this name", "one; the chunks of a virtual pipeline repeat their names"
             write = "Write (f'{i}.{name}', parameter) for chunk i, here and in the param groups"
-            raise LayoutError(explain_error(canonical_name(name), found, needed, write))
+            raise LayoutError(explain_error(canonical_name(name), problem, needed, write))
     return named
 
 
@@ -95,9 +95,9 @@ def _stamped_placement(name: str, parameter: Tensor) -> Placement:
     stride, sizes = int(getattr(parameter, "partition_stride", 1)), getattr(parameter, "partition_sizes", None)
     pieces = stride if sizes is None else len(sizes)
     if not 0 <= dim < len(shape) or pieces < 1 or shape[dim] % pieces or len(set(sizes or ())) > 1:
-        found = f"partition_dim={dim}, partition_stride={stride}, partition_sizes={sizes} of a shard of shape {shape}"
+        problem = f"partition_dim={dim}, partition_stride={stride}, partition_sizes={sizes} of a shard of shape {shape}"
         needed, write = "one of its dims, in pieces of one size", "Correct them, or declare its layout yourself"
-        raise LayoutError(explain_error(name, found, needed, write))
+        raise LayoutError(explain_error(name, problem, needed, write))
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 
 
@@ -117,19 +117,19 @@ def mesh_finder(dense: Groups, experts: Groups) -> Callable[[str, Tensor], Devic
     Raises:
         LayoutError: there are experts, and one of their groups is None.
     """
-    known: dict[tuple[bool, str], DeviceMesh | None] = {}
+    meshes: dict[tuple[bool, str], DeviceMesh | None] = {}
 
     def find(name: str, parameter: Tensor) -> DeviceMesh | None:
         expert = not getattr(parameter, "allreduce", True)
         if expert and None in experts:
-            found, needed = "allreduce=False, which marks experts", "the groups of the ranks that hold them"
+            problem, needed = "allreduce=False, which marks experts", "the groups of the ranks that hold them"
             write = "Write declared_layouts(..., expert_tensor_parallel=..., expert_data_parallel=...), a group of one "
             write += "rank where nothing is shared, or a pg_collection with expt_tp and expt_dp"
-            raise LayoutError(explain_error(name, found, needed, write))
+            raise LayoutError(explain_error(name, problem, needed, write))
         key = expert, parameter.device.type
-        if key not in known:
-            known[key] = _mesh_of(*(experts if expert else dense), parameter.device.type)
-        return known[key]
+        if key not in meshes:
+            meshes[key] = _mesh_of(*(experts if expert else dense), parameter.device.type)
+        return meshes[key]
 
     return find
 
@@ -142,9 +142,9 @@ def _mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, d
     Raises:
         LayoutError: this rank is in no given group, or the groups form no regular grid.
     """
-    given = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
-    ranks = {name: _ranks(name, group) for name, group in given.items()}
-    groups, names = list(given.values()), tuple(given)
+    groups_by_name = {name: group for name, group in (("data", data), ("tensor", tensor)) if group is not None}
+    ranks = {name: _ranks(name, group) for name, group in groups_by_name.items()}
+    groups, names = list(groups_by_name.values()), tuple(groups_by_name)
     if len(groups) < 2:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names) if groups else None
     grid = torch.tensor(_grid(ranks["data"], ranks["tensor"]), dtype=torch.int64, device="cpu")
@@ -160,9 +160,9 @@ def _ranks(name: str, group: dist.ProcessGroup) -> list[int]:
     # torch gives a rank that is not in a new group a placeholder instead of the group.
     ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
     if dist.get_rank() not in ranks:
-        found = f"a group of ranks {ranks} on rank {dist.get_rank()}"
+        problem = f"a group of ranks {ranks} on rank {dist.get_rank()}"
         write = f"Pass the {name}-parallel group that this rank is in"
-        raise LayoutError(explain_error(f"{name}_parallel", found, "a group that holds this rank", write))
+        raise LayoutError(explain_error(f"{name}_parallel", problem, "a group that holds this rank", write))
     return ranks
 
 
@@ -175,12 +175,12 @@ def _grid(data: list[int], tensor: list[int]) -> list[list[int]]:
     Raises:
         LayoutError: the grid has a rank twice, or a rank that does not exist.
     """
-    this = dist.get_rank()
-    grid = [[row + column - this for column in tensor] for row in data]
+    rank_here = dist.get_rank()
+    grid = [[row + column - rank_here for column in tensor] for row in data]
     ranks = sorted(rank for row in grid for rank in row)
     if len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < dist.get_world_size():
-        found = f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {this}"
+        problem = f"data-parallel ranks {data} and tensor-parallel ranks {tensor} on rank {rank_here}"
         needed = "groups of a regular grid, to know the ranks that are in neither"
         write = "Make a DeviceMesh of all the ranks and write Muon(..., layouts={name: (mesh, placements)})"
-        raise LayoutError(explain_error("declared_layouts", found, needed, write))
+        raise LayoutError(explain_error("declared_layouts", problem, needed, write))
     return grid

@@ -64,12 +64,12 @@ def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
     if read is None:
         if ranks == 1:
             return {}
-        found = f"no sharded_state_dict() under tensor parallelism over {ranks} ranks"
+        problem = f"no sharded_state_dict() under tensor parallelism over {ranks} ranks"
         needed = "this method of Megatron's modules, which says how parameters are cut"
         write = (
             "Derive the model from megatron.core.transformer.module.MegatronModule, or set the tensor-parallel size "
         )
-        raise LayoutError(explain_error(type(model).__name__, found, needed, write + "to 1"))
+        raise LayoutError(explain_error(type(model).__name__, problem, needed, write + "to 1"))
     # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
     metadata = ensure_metadata_has_dp_cp_group(None)
     found_boxes: dict[int, list[SavedBox]] = {}
@@ -115,19 +115,19 @@ def layout_of(
         shape, placement, cut = _cut(name, shape, boxes, mesh.get_local_rank(1), ranks)
         intervals = cut or intervals
     elif ranks > 1 and getattr(parameter, "tensor_model_parallel", False):
-        found = "tensor_model_parallel=True and no entry in sharded_state_dict()"
+        problem = "tensor_model_parallel=True and no entry in sharded_state_dict()"
         needed = "an entry there, by which its checkpoints are resharded: attributes alone are wrong too often"
-        raise LayoutError(explain_error(name, found, needed, "Give its module a sharded_state_dict()"))
+        raise LayoutError(explain_error(name, problem, needed, "Give its module a sharded_state_dict()"))
     if placement is not None and ranges is None:
         return mesh, (Replicate(), placement), shape
     within = mesh_layout(mesh, shape, placements_of("", (Replicate(), placement or Replicate())))
     axes = [axis for axis, cuts in enumerate((ranges is not None, placement is None)) if cuts]
 
-    def held(_: int, at: Sequence[int]) -> Sequence[Interval]:
-        mine = intervals[at[1]]
-        return mine if ranges is None else [interval.part(*ranges[at[0]]) for interval in mine]
+    def intervals_of(_: int, at: Sequence[int]) -> Sequence[Interval]:
+        of_rank = intervals[at[1]]
+        return of_rank if ranges is None else [interval.part(*ranges[at[0]]) for interval in of_rank]
 
-    return FlatShards.on_axes(within, axes, held)
+    return FlatShards.on_axes(within, axes, intervals_of)
 
 
 def _cut(
@@ -138,15 +138,15 @@ def _cut(
     The cut is a torch placement over the tensor-parallel ranks. If none describes it: None, and for each of these ranks
     the intervals of the flattened whole parameter that lie in the rank's flattened memory.
     """
-    shape, placed = _together(boxes)
+    shape, placed = _stacked(boxes)
 
     def fits(placement: Shard | _StridedShard) -> bool:
         dim = placement.dim
         if shape[dim] != local[dim] * ranks or shape[dim] % (ranks * len(placed)):
             return False
         layout = MeshLayout(shape, (ranks,), tuple(range(ranks)), placements_of("", (placement,)))
-        said = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
-        return layout.local_shape(rank) == local and said == {(box.offset, box.shape, box.start) for box in placed}
+        predicted = {(block.region.offset, block.region.shape, block.start) for block in layout.blocks(rank)}
+        return layout.local_shape(rank) == local and predicted == {(box.offset, box.shape, box.start) for box in placed}
 
     if ranks == 1 or shape == local:
         if shape == local and all(_in_place(box, shape) for box in placed):
@@ -159,12 +159,12 @@ def _cut(
         row = math.prod(shape[1:])
         if all(box.shape[1:] == local[1:] == shape[1:] and not any(box.offset[1:]) for box in placed):
             return shape, None, tuple(_intervals(placed, other - rank, row) for other in range(ranks))
-    found = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
+    problem = f"local shape {local} and boxes {[(p.key, p.whole, p.offset, p.shape) for p in boxes]}"
     needed = f"shards along one dim over {ranks} tensor-parallel ranks"
-    raise LayoutError(explain_error(name, found, needed, "Report the module's class to muonmesh"))
+    raise LayoutError(explain_error(name, problem, needed, "Report the module's class to muonmesh"))
 
 
-def _together(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox]]:
+def _stacked(boxes: Sequence[SavedBox]) -> tuple[tuple[int, ...], list[SavedBox]]:
     """Return the shape of the whole parameter and the boxes in it; tensors of several keys are stacked by rows."""
     first: dict[str, int] = {}
     rows = 0
@@ -200,13 +200,12 @@ def ranges_of(chunks: Sequence[Any]) -> Mapping[Any, list[tuple[int, int]]]:
     (distributed/param_and_grad_buffer.py of megatron-core 0.16.1; optimizer/param_layout.py of 0.19.2).
     ``param_index_map`` has the parameters' places.
     """
-    found: dict[Any, list[tuple[int, int]]] = {}
-    for buffer in (each for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    ranges: dict[Any, list[tuple[int, int]]] = {}
+    for buffer in (buf for chunk in chunks for buf in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         ranks = buffer.data_parallel_group.size()
         for parameter, (start, end, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
-            part, whole = bucket.grad_data.numel() // ranks, Interval(0, end - start, start)
-            lows = [bucket.offset + rank * part for rank in range(ranks)]
-            kept = [whole.part(low, low + part) for low in lows]
-            found[parameter] = [(first, first + length) for first, length, _ in kept]
-    return found
+            interval, size = Interval(0, end - start, start - bucket.offset), bucket.grad_data.numel()
+            shares = [interval.share(size, rank, ranks) for rank in range(ranks)]
+            ranges[parameter] = [(first, first + length) for first, length, _ in shares]
+    return ranges

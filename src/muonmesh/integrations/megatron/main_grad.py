@@ -1,16 +1,51 @@
-"""MainGrad: reads the gradients of Megatron-Core, without importing Megatron-Core."""
+"""MainGrad, ShardedGrad: read the gradients of Megatron-Core, without importing Megatron-Core."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from muonmesh.comm.gradients import GradientSource
+from muonmesh.comm.gradients import GradientSource, ParameterGrad
 from muonmesh.errors import LayoutError, explain_error
 
 
-class MainGrad(GradientSource):
+def stamp(parameter: Tensor, name: str, default: Any) -> Any:
+    """Return an attribute that Megatron has set on a parameter; Megatron-FSDP's parameters refer to the original."""
+    return getattr(getattr(parameter, "orig_param", parameter), name, default)
+
+
+class NormsOfMegatron(GradientSource):
+    """A source of Megatron's gradients, whose parameters say by their attributes which norm measures them."""
+
+    # Values of the parameters' attribute ``grad_norm_group``. Layers of multi-token prediction ("mtp") are clipped by a
+    # norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of 0.19.2; 0.16.1 has no
+    # such attribute).
+    norms_apart = ("mtp",)
+
+    def counted(self, parameter: Tensor) -> bool:
+        """Return whether norms count this parameter.
+
+        False for the last pipeline stage's copy of a tied embedding (``shared``), which the first stage has too.
+        """
+        return not stamp(self.whole(parameter), "shared", False)
+
+    def norm_apart(self, parameter: Tensor) -> str | None:
+        """Return the parameter's ``grad_norm_group``, such as "mtp" for multi-token prediction; None if it has none."""
+        name: str | None = stamp(self.whole(parameter), "grad_norm_group", None)
+        return name
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """Return the parameter of Megatron of which a tensor is a part, or the tensor itself."""
+        return parameter
+
+
+class ShardedGrad(NormsOfMegatron, ParameterGrad):
+    """Gradients of Megatron-FSDP: ``parameter.grad``, a DTensor; None on a rank that holds no element."""
+
+
+class MainGrad(NormsOfMegatron):
     """Gradients of Megatron-Core's DistributedDataParallel: ``parameter.main_grad``, in fp32 for bf16 parameters too.
 
     ``main_grad`` is a view of the buffer that Megatron reduces. So clipping and ``zero_grad`` write into ``main_grad``
@@ -22,11 +57,6 @@ class MainGrad(GradientSource):
             zeroes gradients. None: the optimizer steps only whole parameters.
     """
 
-    # Values of the parameters' attribute ``grad_norm_group``. Layers of multi-token prediction ("mtp") are clipped by a
-    # norm of their own (SEPARATE_GRAD_NORM_GROUPS in megatron/core/optimizer/optimizer.py of 0.19.2; 0.16.1 has no
-    # such attribute).
-    norms_apart = ("mtp",)
-
     def __init__(self, *, intervals: Mapping[Tensor, tuple[Tensor, int]] | None = None) -> None:
         self._intervals, self._zeroes = intervals or {}, intervals is None
 
@@ -36,12 +66,12 @@ class MainGrad(GradientSource):
         Raises:
             LayoutError: the parameter has a ``grad`` and no ``main_grad``.
         """
-        held, low = self._intervals.get(parameter, (parameter, None))
-        gradient: Tensor | None = getattr(held, "main_grad", None)
-        if gradient is None and held.grad is not None:
-            where = f"a parameter of shape {tuple(held.shape)}"
+        whole, low = self._intervals.get(parameter, (parameter, None))
+        gradient: Tensor | None = getattr(whole, "main_grad", None)
+        if gradient is None and whole.grad is not None:
+            subject = f"a parameter of shape {tuple(whole.shape)}"
             write = "Wrap the model in Megatron's DistributedDataParallel, or leave out gradients=MainGrad(...)"
-            raise LayoutError(explain_error(where, "a gradient in grad and no main_grad", "one in main_grad", write))
+            raise LayoutError(explain_error(subject, "a gradient in grad and no main_grad", "one in main_grad", write))
         if gradient is None or low is None:
             return gradient
         return gradient.view(-1)[low : low + parameter.numel()].view(parameter.shape)
@@ -51,20 +81,9 @@ class MainGrad(GradientSource):
         if gradient is None:
             if self._zeroes and (whole := getattr(parameter, "main_grad", None)) is not None:
                 whole.zero_()
-        elif (held := self.gradient(parameter)) is not None and held.data_ptr() != gradient.data_ptr():
-            held.copy_(gradient)
+        elif (target := self.gradient(parameter)) is not None and target.data_ptr() != gradient.data_ptr():
+            target.copy_(gradient)
 
-    def counted(self, parameter: Tensor) -> bool:
-        """Return whether norms count this parameter.
-
-        False for the last pipeline stage's copy of a tied embedding (``shared``), which the first stage has too.
-        """
-        return not getattr(self._held(parameter), "shared", False)
-
-    def norm_apart(self, parameter: Tensor) -> str | None:
-        """Return the parameter's ``grad_norm_group``, such as "mtp" for multi-token prediction; None if it has none."""
-        return getattr(self._held(parameter), "grad_norm_group", None)
-
-    def _held(self, tensor: Tensor) -> Tensor:
+    def whole(self, parameter: Tensor) -> Tensor:
         """Return the parameter of which a tensor is an interval, or the tensor itself."""
-        return self._intervals.get(tensor, (tensor,))[0]
+        return self._intervals.get(parameter, (parameter,))[0]

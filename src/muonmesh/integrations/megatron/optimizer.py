@@ -19,13 +19,13 @@ from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
-from muonmesh.clip.squares import AGREEMENT, FELT, reduce_beyond, zeros_for
+from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
-from muonmesh.integrations.megatron.refusals import script_argument
+from muonmesh.integrations.megatron.refusals import is_fsdp, script_argument
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
@@ -37,8 +37,8 @@ class ShardedMaster(Tensor):
     """A rank's shard of an fp32 master weight, for the ``main_param`` attribute of its parameter.
 
     `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
-    weight. Every rank scales its own elements by the same factors, so the result is bitwise equal to a whole master
-    weight's.
+    weight, on the device of the weight. Every rank scales its own elements by the same factors, so the result is
+    bitwise equal to a whole master weight's. The shard may be in CPU memory.
 
     Attributes:
         written: Whether Megatron has written the master weight since it was published. Megatron then scales the weight
@@ -52,20 +52,20 @@ class ShardedMaster(Tensor):
     @staticmethod
     def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
         """Return ``master`` as a ShardedMaster, sharing its memory: the parameter's elements from ``low`` on."""
-        found = master.as_subclass(ShardedMaster)
-        found._parameter, found._low = parameter, low
-        return found
+        sharded = master.as_subclass(ShardedMaster)
+        sharded._parameter, sharded._low = parameter, low
+        return sharded
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """A new tensor of the parameter's shape: the shard, and zeros elsewhere. Its `copy_` writes only the shard."""
         shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
-        mine = slice(self._low, self._low + shard.numel())
-        whole.view(-1)[mine] = shard.view(-1)
+        interval = slice(self._low, self._low + shard.numel())
+        whole.view(-1)[interval] = shard.view(-1)
 
         def copy_(source: Tensor) -> Tensor:
             self.written = True
-            return shard.copy_(source.reshape(-1)[mine].view_as(shard))
+            return shard.copy_(source.reshape(-1)[interval].view_as(shard))
 
         whole.copy_ = copy_  # type: ignore[method-assign, assignment]
         return whole
@@ -122,16 +122,18 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
     ) -> None:
         Base.__init__(self, optimizer, config)
         CheckpointedOptimizer.__init__(self, optimizer)
+        self.runtime = optimizer._runtime
         self.model_chunks = chunks
         self.is_stub_optimizer = False
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
         self._stages, self._tensor_parallel = groups.pp.size(), groups.tp.size()
+        self._fsdp = any(is_fsdp(chunk) for chunk in chunks)
         self._policy, self._skip_above = policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
-        self._one = torch.ones(1, dtype=torch.float32, device=self._device)
+        self._scale_of_one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._clips = True  # whether the policy clips a parameter of any rank; `meet` finds out
         self._first_holder: dict[str, int] = {}
         self.grad_scaler: Any = None
@@ -152,7 +154,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
         Args:
             everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
-                clipping counts it as AdamW's (FELT) or Muon's.
+                clipping counts it as AdamW's (SCALE_SENSITIVE) or Muon's.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
@@ -161,12 +163,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         limits = everyone[0][0]
         for rank, (other, groups) in enumerate(everyone):
             if other != limits:
-                found, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
+                problem, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
                 write = "Pass the same clip_grad and policy= everywhere"
-                raise ValueError(explain_error("get_megatron_optimizer", found, needed, write))
+                raise ValueError(explain_error("get_megatron_optimizer", problem, needed, write))
             for name, _ in groups:
                 self._first_holder.setdefault(name, rank)
-        self._clips = limits.policy != "adamw_only" or any(half == FELT for _, some in everyone for _, half in some)
+        self._clips = limits.policy != "adamw_only" or any(
+            half == SCALE_SENSITIVE for _, pairs in everyone for _, half in pairs
+        )
 
         # For each set of ranks. Nothing has averaged gradients yet, and Megatron may not even have written them.
         settled(lambda: connect(self.optimizer.param_groups, self.runtime, gradients=False), kind=PlanError)
@@ -186,15 +190,15 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             return False
         gradients: list[Tensor] = []
         with suppress(LayoutError):  # a parameter without main_grad, for which the step raises on every rank
-            held = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
-            gradients = [gradient for gradient in held if gradient is not None and gradient.numel()]
+            read = [self.optimizer.gradients.gradient(holding.tensor) for holding in self._holdings]
+            gradients = [local_of(gradient) for gradient in read if gradient is not None and local_of(gradient).numel()]
         overflow = torch.zeros(1, dtype=torch.float32, device=self._device)
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self.grad_scaler.inv_scale)
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        found = bool(overflow)
-        self.grad_scaler.update(found)
-        return found
+        overflowed = bool(overflow)
+        self.grad_scaler.update(overflowed)
+        return overflowed
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -272,8 +276,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         none = zeros_for(muon.gradients.norms_apart, self._device)  # what `clip_gradients` adds up on other stages
         _, agreed = AGREEMENT.ask({"error": raises}, none, partial(reduce_beyond, group=dist.group.WORLD))
         if not raises and bool(agreed.any("error")):
-            what = "Another rank found an error, so every rank stops. Read the message of that rank"
-            raise PlanError(about("step", what))
+            message = "Another rank found an error, so every rank stops. Read the message of that rank"
+            raise PlanError(about("step", message))
         return None
 
     def _settle(self) -> None:
@@ -286,20 +290,25 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Make the modules compute with the updated parameters."""
-        flat = self.config.use_distributed_optimizer
+        flat = self.config.use_distributed_optimizer and not self._fsdp
         clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
+        if clips:
+            self.optimizer.finish()  # Megatron then reads master weights, which may be in CPU memory
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
             # Megatron's log of the parameters' norm reads main_param. For master weights on the CPU, it reads the
             # parameter instead.
-            if master is not None and (kept := local_of(master)).device == holding.tensor.device:
-                kept = ShardedMaster.of(kept, holding.parameter, holding.low) if clips else kept
-                holding.parameter.main_param = kept  # type: ignore[attr-defined]
+            if master is not None and (clips or local_of(master).device == holding.tensor.device):
+                published = local_of(master)
+                published = ShardedMaster.of(published, holding.parameter, holding.low) if clips else published
+                holding.parameter.main_param = published  # type: ignore[attr-defined]
                 holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
-        if flat:
-            for chunk in self.model_chunks:
-                if not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
-                    chunk.start_param_sync()
+        for chunk in self.model_chunks:
+            if self._fsdp:
+                chunk.module.install_optimized_model_weights()
+                chunk.start_param_sync()
+            elif flat and not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
+                chunk.start_param_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set ``grad`` to None, and discard the last decision of clipping.
@@ -330,13 +339,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         for member in placed_members(self.optimizer):
             gradient = source.gradient(member.tensor)
             if gradient is not None and source.counted(member.tensor):
-                zeros += (gradient.numel() - gradient.count_nonzero()) / member.storage.copies
+                local = local_of(gradient)
+                zeros += (local.numel() - local.count_nonzero()) / member.storage.copies
         dist.all_reduce(zeros)
         return round(float(zeros))
 
     def get_loss_scale(self) -> Tensor:
         """Return the loss scale, a tensor of shape (1,)."""
-        scale: Tensor = self._one if self.grad_scaler is None else self.grad_scaler.scale
+        scale: Tensor = self._scale_of_one if self.grad_scaler is None else self.grad_scaler.scale
         return scale
 
     def get_parameters(self) -> list[Tensor]:
@@ -351,8 +361,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             StateError: ``state_dict`` is not None. The optimizer's own state has the master weights.
         """
         if state_dict is not None:
-            found, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
-            raise StateError(explain_error("reload_model_params", found, "None", write))
+            problem, write = "a state dict to take masters from", "Load the optimizer's state, which has them"
+            raise StateError(explain_error("reload_model_params", problem, "None", write))
         self.optimizer.finish()
         for holding in self._holdings:
             master = self.optimizer.state[holding.tensor].get("master")
@@ -371,10 +381,10 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state and groups, to load on the same rank of a run with the same layout."""
         self._settle()
-        found: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any = None, is_loading: bool = False, metadata: Mapping[str, Any] | None = None
@@ -390,12 +400,16 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
+        if self._fsdp:
+            needed = "a model that Megatron's sharded state dict describes"
+            write = "Write muonmesh.checkpoint.save(path, model_chunks[0], optimizer), and load in the same way"
+            raise StateError(explain_error("sharded_state_dict", "a model in Megatron-FSDP", needed, write))
         self._settle()
         saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
-        found = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
+        state = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
         if self.grad_scaler is not None:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
 
     # ---------------------------------------------------------------- muonmesh.checkpoint
 
@@ -410,21 +424,22 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
                 or experts differently than the whole model.
         """
         named = [item for chunk in self.model_chunks for item in chunk.named_parameters()]
-        here = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
+        model_names = {canonical_name(name) for name, parameter in named if parameter.requires_grad}
         wholes = {holding.name for holding in self._holdings}
-        if self._stages > 1 or len(self.model_chunks) > 1 or here != wholes:
-            found = f"{self._stages} pipeline stages of {len(self.model_chunks)} chunks, or experts on several ranks, "
-            found += "which are numbered apart"
+        if self._stages > 1 or len(self.model_chunks) > 1 or model_names != wholes:
+            fault = f"{self._stages} pipeline stages of {len(self.model_chunks)} chunks, or experts on several ranks, "
+            fault += "which are numbered apart"
             needed = "one stage, one chunk and all experts, whose parameters are called as in the whole model"
             write = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
-            raise StateError(explain_error("muonmesh.checkpoint of Megatron", found, needed, write))
+            raise StateError(explain_error("muonmesh.checkpoint of Megatron", fault, needed, write))
         return super().checkpoint_records()
 
     def checkpoint_restored(self) -> None:
         """Mark weights, state and settings as loaded, and make the modules compute with the loaded weights."""
         super().checkpoint_restored()
         self._publish()
-        if self.config.use_distributed_optimizer and self.model_chunks[0].ddp_config.overlap_param_gather:
+        flat = self.config.use_distributed_optimizer and not self._fsdp
+        if flat and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)
 
     @contextmanager
@@ -436,9 +451,9 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """
         for name, parameter in model.named_parameters() if self._tensor_parallel > 1 else ():
             if not parameter.requires_grad and getattr(parameter, "tensor_model_parallel", False):
-                found, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
+                fault, needed = "a frozen tensor-parallel shard", "the whole of it on every rank, or that it is trained"
                 remedy = "Save with megatron.core.dist_checkpointing and optimizer.sharded_state_dict(...)"
-                raise StateError(explain_error(name, found, needed, remedy))
+                raise StateError(explain_error(name, fault, needed, remedy))
         yield
 
     @torch.no_grad()
@@ -454,15 +469,15 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         inner = state_dict.get("optimizer", state_dict) if isinstance(state_dict, Mapping) else {}
         groups = inner.get("param_groups", [{}])
         if not isinstance(groups, Mapping) and not all("algorithm" in group for group in groups):
-            found = "the state of another optimizer"
-            raise StateError(explain_error("load_state_dict", found, "that of this one", checkpoint.ANOTHERS))
+            problem = "the state of another optimizer"
+            raise StateError(explain_error("load_state_dict", problem, "that of this one", checkpoint.ANOTHERS))
         overrides = script_argument("override_opt_param_scheduler")
-        kept = [{key: group[key] for key in SCHEDULED if key in group} for group in self.param_groups]
+        schedules = [{key: group[key] for key in SCHEDULED if key in group} for group in self.param_groups]
         if "optimizer" in state_dict:
             self.optimizer.load_state_dict(inner)
         else:
             checkpoint.restore(self.optimizer, state_dict)
-        for group, before in zip(self.param_groups, kept, strict=True) if overrides else ():
+        for group, before in zip(self.param_groups, schedules, strict=True) if overrides else ():
             for key in SCHEDULED:
                 group.pop(key, None)
             group.update(before)

@@ -12,6 +12,7 @@ from torch import nn
 from muonmesh.errors import explain_error
 from muonmesh.groups import split_params
 from muonmesh.groups.parameter_sites import Site, parameter_sites, unwrapped
+from muonmesh.integrations.megatron.main_grad import stamp
 from muonmesh.integrations.megatron.roles import whole_name
 from muonmesh.names import in_order
 from muonmesh.numerics.rules import is_matrix_rule
@@ -57,27 +58,27 @@ def find_groups(
     used = set[str]()
     for chunk in chunks:
         model = unwrapped(chunk)
-        held = [site for site in parameter_sites(model) if site.parameter.requires_grad]
-        if not held:
+        trained_sites = [site for site in parameter_sites(model) if site.parameter.requires_grad]
+        if not trained_sites:
             continue
-        names = {site.name: whole_name(site, expert_rank) for site in held}
-        here, matched = _for_names(overrides, held, names)
+        names = {site.name: whole_name(site, expert_rank) for site in trained_sites}
+        overriding, matched = _for_names(overrides, trained_sites, names)
         used |= matched
-        theirs = {parameter: name for name, parameter in chunk.named_parameters()}  # what Megatron's keys match
-        for group in split_params(model, overrides=here, **split):
+        chunk_names = {parameter: name for name, parameter in chunk.named_parameters()}  # what Megatron's keys match
+        for group in split_params(model, overrides=overriding, **split):
             if group["algorithm"] == "muon":
                 group["algorithm"] = rule
-            given = split["muon" if is_matrix_rule(group["algorithm"]) else "adamw"]
+            half = split["muon" if is_matrix_rule(group["algorithm"]) else "adamw"]
             for i, parameter in enumerate(group["params"]):
                 local = group["param_names"][i]
-                schedule = _schedule(keys, parameter, theirs[parameter], group, given, here.get(local, {}))
-                expert = not getattr(parameter, "allreduce", True)
+                schedule = _schedule(keys, parameter, chunk_names[parameter], group, half, overriding.get(local, {}))
+                expert = not stamp(parameter, "allreduce", True)
                 key = group["name"], param_group_override_to_tuple(schedule), expert
                 if key not in groups:
                     groups[key] = _group(config, group, schedule, expert=expert)
-                for each in EACH:
-                    if each in group:
-                        groups[key][each].append(names[local] if each == "param_names" else group[each][i])
+                for entry in EACH:
+                    if entry in group:
+                        groups[key][entry].append(names[local] if entry == "param_names" else group[entry][i])
     if not groups:  # a stage with nothing to train: schedulers and logs need at least one group
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
         groups[()] = _group(config, nothing, {}, expert=False)
@@ -85,17 +86,17 @@ def find_groups(
 
 
 def _for_names(
-    overrides: Mapping[str, Any], held: Sequence[Site], names: Mapping[str, str]
+    overrides: Mapping[str, Any], trained_sites: Sequence[Site], names: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str]]:
     """Return the overrides by the exact names in a chunk, and the keys of the overrides that match a parameter here."""
-    by_name = {names[site.name]: site.name for site in held}
-    here: dict[str, dict[str, Any]] = {}
+    by_name = {names[site.name]: site.name for site in trained_sites}
+    settings: dict[str, dict[str, Any]] = {}
     used = set()
-    for key, said, meant in in_order(overrides, by_name):
+    for key, value, meant in in_order(overrides, by_name):
         for name in meant:
-            here.setdefault(by_name[name], {}).update({"algorithm": said} if isinstance(said, str) else said)
+            settings.setdefault(by_name[name], {}).update({"algorithm": value} if isinstance(value, str) else value)
             used.add(key)
-    return here, used
+    return settings, used
 
 
 _NO_EFFECT = {
@@ -116,8 +117,8 @@ def _schedule(
     parameter: nn.Parameter,
     name: str,
     group: Mapping[str, Any],
-    given: Mapping[str, Any] | None,
-    own: Mapping[str, Any],
+    half_settings: Mapping[str, Any] | None,
+    parameter_settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the schedule settings of a parameter that differ from those of all other parameters of its kind.
 
@@ -129,30 +130,31 @@ def _schedule(
         parameter: The parameter.
         name: Its name in the wrapped chunk, by which Megatron matches.
         group: Its group, from `split_params`.
-        given: The settings of its half, ``muon=`` or ``adamw=``.
-        own: The settings that ``overrides=`` gives it.
+        half_settings: The settings of its half, ``muon=`` or ``adamw=``.
+        parameter_settings: The settings that ``overrides=`` gives it.
 
     Raises:
         ValueError: a key of Megatron's overrides has no effect, or Megatron's overrides and ``muon=``, ``adamw=`` or
             ``overrides=`` both set a learning rate or a weight decay.
     """
-    said = [override for key, override in keys.items() if key.matches(parameter, name)]
-    schedule: dict[str, Any] = dict(combine_param_group_overrides(said))
+    matching = [override for key, override in keys.items() if key.matches(parameter, name)]
+    schedule: dict[str, Any] = dict(combine_param_group_overrides(matching))
     for key, write in _NO_EFFECT.items():
         if key in schedule and (key, schedule[key]) != ("lr_mult", 1.0):
-            found, needed = f"{key}={schedule[key]!r}", "a setting that Megatron's scheduler reads"
-            raise ValueError(explain_error(f"config_overrides for {name}", found, needed, f"Write {write}"))
-    ours = {**(given or {}), **own}
-    decides, decay = "weight_decay" in own, ours.get("weight_decay")
+            problem, needed = f"{key}={schedule[key]!r}", "a setting that Megatron's scheduler reads"
+            raise ValueError(explain_error(f"config_overrides for {name}", problem, needed, f"Write {write}"))
+    settings = {**(half_settings or {}), **parameter_settings}
+    decides, decay = "weight_decay" in parameter_settings, settings.get("weight_decay")
     vector = group["name"].startswith("adamw.vectors")
     usual = 0.0 if vector or (group.get("weight_decay") == 0 and decay != 0) else 1.0
     mult = schedule.pop("wd_mult", 1.0 if vector else usual)
-    both = next(((key, same) for key, same in _SAME.items() if key in schedule and same in ours), None)
+    conflict = next(((key, same) for key, same in _SAME.items() if key in schedule and same in settings), None)
     if decides and mult not in (0, 1):
-        both = "wd_mult", "weight_decay"
-    if both is not None:
-        found = f"{both[0]} from config_overrides and {both[1]}={ours[both[1]]!r} from muon=, adamw= or overrides="
-        raise ValueError(explain_error(name, found, "only one of them", "Remove one of the two"))
+        conflict = "wd_mult", "weight_decay"
+    if conflict is not None:
+        key, same = conflict
+        problem = f"{key} from config_overrides and {same}={settings[same]!r} from muon=, adamw= or overrides="
+        raise ValueError(explain_error(name, problem, "only one of them", "Remove one of the two"))
     if not decides and mult != usual:
         schedule["wd_mult"] = mult
         if decay is not None:
@@ -170,22 +172,22 @@ def _group(config: Any, group: Mapping[str, Any], schedule: Mapping[str, Any], *
     settings = {key: value for key, value in group.items() if key not in EACH}
     rate = float(settings.pop("lr", config.lr))
     decay = settings.pop("weight_decay", None)
-    found: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": rate}
+    scheduled: dict[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": rate}
     if config.min_lr is not None:
-        found["min_lr"] = config.min_lr * rate / config.lr if config.lr else config.min_lr
+        scheduled["min_lr"] = config.min_lr * rate / config.lr if config.lr else config.min_lr
     if decay == 0:
-        found["wd_mult"] = 0.0
+        scheduled["wd_mult"] = 0.0
     elif decay is not None:
-        found |= {"start_wd": float(decay), "end_wd": float(decay)}
-    found |= schedule
+        scheduled |= {"start_wd": float(decay), "end_wd": float(decay)}
+    scheduled |= schedule
     name = group["name"] + "".join(f"[{key}={value!r}]" for key, value in sorted(schedule.items()))
     return {
         **settings,
         **{key: [] for key in EACH if key in group},
         "name": name + (EXPERTS if expert else ""),
-        "lr": found["max_lr"],
-        "weight_decay": found.get("start_wd", config.weight_decay) * found["wd_mult"],
+        "lr": scheduled["max_lr"],
+        "weight_decay": scheduled.get("start_wd", config.weight_decay) * scheduled["wd_mult"],
         "is_expert_parallel": expert,
-        "default_config": found["max_lr"] == config.lr and "min_lr" not in schedule,
-        **found,
+        "default_config": scheduled["max_lr"] == config.lr and "min_lr" not in schedule,
+        **scheduled,
     }

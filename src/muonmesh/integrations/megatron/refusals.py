@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from muonmesh.errors import explain_error
 from muonmesh.integrations.refusals import Refusals, refuse_settings
 
@@ -42,12 +44,20 @@ _OPTIMIZER: Refusals = {
 """Fields of OptimizerConfig: the values that work, and what to write if it has another. No version has all of them."""
 
 _DDP: Refusals = {
-    "use_megatron_fsdp": ((False,), "Remove it; torch's fully_shard with muonmesh.Muon shards parameters too"),
     "fp8_param_gather": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
     "fp4_param_gather": ((False,), "Remove it: parameters must be bf16, fp16 or fp32"),
     "num_distributed_optimizer_instances": ((1,), "Set it to 1"),
+    "megatron_fsdp_use_decoupled_grad": ((False,), "Remove it: gradients are read in grad"),
 }
 """Fields of DistributedDataParallelConfig, as in ``_OPTIMIZER``."""
+
+_FSDP: Refusals = {
+    "tensor_model_parallel_size": ((1,), "Set it to 1: Megatron-FSDP does not say how gate and up alternate in shards"),
+    "pipeline_model_parallel_size": ((1,), "Set it to 1"),
+    "expert_tensor_parallel_size": ((1,), "Set it to 1"),
+    "qk_clip": ((False,), "Remove it: it scales weights that Megatron-FSDP has sharded"),
+}
+"""Fields of TransformerConfig with Megatron-FSDP, as in ``_OPTIMIZER``."""
 
 _MODEL: Refusals = {
     "gtp_weight_remat_size": ((1,), "Set gtp_weight_remat_size=1"),
@@ -58,15 +68,15 @@ _MODEL: Refusals = {
 
 
 def refuse_state(settings: Mapping[str, Any], *, qk_clip: bool) -> None:
-    """Raise ValueError if Megatron's checkpoints or Megatron's QK-clip do not support the storage of the state.
+    """Raise ValueError if Megatron's checkpoints, or its log of norms, do not support the storage of the state.
 
     Megatron's sharded state dict describes all state as parts of global tensors. The scales of int8 momentum belong to
     the blocks of a shard and are no part of a global tensor, so a checkpoint would lack them.
     """
-    if settings.get("state_device") is not None and qk_clip:
-        found, needed = f"{settings['state_device']!r} with qk_clip=True", "None: it scales masters beside the weights"
-        write = "Remove it, and set use_distributed_optimizer=True, so that replicas share the state"
-        raise ValueError(explain_error("muon={'state_device': ...} of Megatron", found, needed, write))
+    if settings.get("state_device") is not None and qk_clip and script_argument("log_params_norm"):
+        fault, needed = f"{settings['state_device']!r} with qk_clip=True and --log-params-norm", "only two of the three"
+        write = "Remove --log-params-norm: Megatron would read master weights in CPU memory with a kernel of the GPU"
+        raise ValueError(explain_error("muon={'state_device': ...} of Megatron", fault, needed, write))
     if settings.get("state_dtype") == "int8":
         needed, write = "a floating-point dtype, which its checkpoints can hold", "Write 'state_dtype': torch.bfloat16"
         raise ValueError(explain_error("muon={'state_dtype': ...} of Megatron", "'int8'", needed, write))
@@ -89,14 +99,26 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
     arguments: Refusals = {"dump_param_to_param_group_map": ((), "Write print(optimizer.explain()) instead")}
     refuse_settings("get_megatron_optimizer", lambda _: dump, arguments)
     for chunk in chunks:
-        if not isinstance(chunk, DistributedDataParallel):  # TorchFullyShardedDataParallel has no main_grad either
-            found, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
-            raise ValueError(explain_error("model_chunks", found, "a chunk with main_grad", write))
+        fsdp = is_fsdp(chunk)
+        if not fsdp and not isinstance(chunk, DistributedDataParallel):  # such as TorchFullyShardedDataParallel
+            problem, write = f"a {type(chunk).__name__}", "Wrap each chunk in Megatron's DistributedDataParallel"
+            raise ValueError(explain_error("model_chunks", problem, "a chunk with main_grad", write))
         flat = (config.use_distributed_optimizer,), "Set it as in OptimizerConfig"
-        ddp: Refusals = {**_DDP, "use_distributed_optimizer": flat}
+        wrapper = (fsdp,), "Wrap the chunk in megatron.core.distributed.FullyShardedDataParallel, or remove it"
+        ddp: Refusals = {**_DDP, "use_distributed_optimizer": flat, "use_megatron_fsdp": wrapper}
         refuse_settings("DistributedDataParallelConfig", partial(_field, chunk.ddp_config), ddp)
         _refuse_unreduced_experts(chunk.config, chunk)
-        refuse_settings("TransformerConfig", partial(_field, chunk.config), _MODEL)
+        model: Refusals = {**_MODEL, **(_FSDP if fsdp else {})}
+        refuse_settings("TransformerConfig", partial(_field, chunk.config), model)
+        if fsdp and not all(isinstance(parameter, DTensor) for parameter in chunk.parameters()):
+            problem, needed = "whole parameters that a forward pass has gathered", "those that Megatron-FSDP shards"
+            write = "Make the optimizer before the first forward pass"
+            raise ValueError(explain_error("model_chunks", problem, needed, write))
+
+
+def is_fsdp(chunk: Any) -> bool:
+    """Return whether a chunk is wrapped in Megatron-FSDP: megatron.core.distributed.FullyShardedDataParallel."""
+    return hasattr(getattr(chunk, "module", None), "install_optimized_model_weights")
 
 
 def _field(config: Any, name: str) -> Any:
@@ -108,13 +130,18 @@ def script_argument(name: str) -> Any:
     return getattr(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None), name, None)
 
 
-def refuse_formats(*, flat: bool) -> None:
+def refuse_formats(chunks: Sequence[Any], *, flat: bool) -> None:
     """Raise ValueError if the arguments of Megatron-LM's scripts choose a checkpoint format without support.
 
     Args:
+        chunks: The model chunks of this stage.
         flat: Whether the data-parallel ranks have different parts of the state. The format "torch" saves only the part
             of the first rank.
     """
+    if any(map(is_fsdp, chunks)):
+        write = "Remove --save: the scripts' formats lack this state. Write muonmesh.checkpoint.save(...) in the loop"
+        refuse_settings("Megatron-LM's arguments", script_argument, {"save": ((), write), "load": ((), write)})
+        return
     accepted = ("torch_dist",) if flat else ("torch_dist", "torch")
     entry = accepted, "Write --ckpt-format torch_dist, and so for --ckpt-convert-format: saving would fail"
     refuse_settings("Megatron-LM's arguments", script_argument, {"ckpt_format": entry, "ckpt_convert_format": entry})
@@ -133,7 +160,7 @@ def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
     tensor, expert = model.tensor_model_parallel_size, model.expert_tensor_parallel_size
     experts = [parameter for name, parameter in chunk.named_parameters() if ".experts." in name]
     if expert not in (None, tensor) and any(getattr(parameter, "allreduce", True) for parameter in experts):
-        found = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
-        found += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
+        problem = f"expert_tensor_parallel_size={expert} and expert_model_parallel_size=1 under "
+        problem += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
         write = f"Set expert_model_parallel_size above 1, or expert_tensor_parallel_size={tensor}"
-        raise ValueError(explain_error("TransformerConfig", found, "sizes for which it averages them", write))
+        raise ValueError(explain_error("TransformerConfig", problem, "sizes for which it averages them", write))

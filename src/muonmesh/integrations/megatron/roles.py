@@ -36,16 +36,16 @@ def megatron_role(site: Site) -> Role | None:
     if getattr(site.parameter, "is_embedding_or_output_parameter", False) and len(site.shape) == 2:
         return _table(site)
     if "GroupedMLP" in class_names(site.module, "megatron"):
-        found = f"all experts of a GroupedMLP in {site.key}, in another order than its shape says"
+        problem = f"all experts of a GroupedMLP in {site.key}, in another order than its shape says"
         write = "Set moe_grouped_gemm=False, or install Transformer Engine and set moe_use_legacy_grouped_gemm=False"
-        raise ValueError(explain_error(site.name, found, "a weight for each expert", write))
-    held, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
+        raise ValueError(explain_error(site.name, problem, "a weight for each expert", write))
+    layer, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
     if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
         return None
-    for classes, attribute, split, what in _FUSED:
-        if re.fullmatch(attribute, held) and any(re.fullmatch(classes, n) for n in class_names(owner, "megatron")):
+    for classes, attribute, split, description in _FUSED:
+        if re.fullmatch(attribute, layer) and any(re.fullmatch(classes, n) for n in class_names(owner, "megatron")):
             matrices = "whole" if split is None else split(owner)
-            return Role("muon", "matrices", f"{what} ({type(owner).__name__})", matrices)
+            return Role("muon", "matrices", f"{description} ({type(owner).__name__})", matrices)
     return None
 
 
@@ -53,8 +53,8 @@ def _table(site: Site) -> Role:
     # The last pipeline stage's copy of a tied embedding must get the same update as the first stage's.
     tied = getattr(site.parameter, "shared_embedding", False)
     kind: Kind = "embeddings" if tied or any("Embedding" in n for n in class_names(site.module)) else "head"
-    what = {"embeddings": "embedding", "head": "output layer"}[kind]
-    return Role("adamw", kind, f"{what}: is_embedding_or_output_parameter", "whole")
+    description = {"embeddings": "embedding", "head": "output layer"}[kind]
+    return Role("adamw", kind, f"{description}: is_embedding_or_output_parameter", "whole")
 
 
 def _grouped_query(owner: Any) -> tuple[Any, ...]:
@@ -138,8 +138,8 @@ def whole_name(site: Site, expert_rank: int) -> str:
 
 def _expert_key(site: Site, expert_rank: int) -> str:
     """Return the parameter's key. With one weight per expert, it has the expert's number in the whole model."""
-    found = re.fullmatch(r"(weight|bias)(\d+)", site.key)
+    numbered = re.fullmatch(r"(weight|bias)(\d+)", site.key)
     count = getattr(site.module, "num_gemms", None)
-    if found is None or not isinstance(count, int):
+    if numbered is None or not isinstance(count, int):
         return site.key
-    return f"{found[1]}{expert_rank * count + int(found[2])}"
+    return f"{numbered[1]}{expert_rank * count + int(numbered[2])}"

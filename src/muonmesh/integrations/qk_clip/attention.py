@@ -46,8 +46,8 @@ class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _FORWARD.fullmatch(func._schema.name) and result[1].numel():
-            found = bound_of(result[1])
-            self.bound = found if self.bound is None else torch.maximum(self.bound, found)
+            bound = bound_of(result[1])
+            self.bound = bound if self.bound is None else torch.maximum(self.bound, bound)
         return result
 
 
@@ -85,22 +85,22 @@ def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None
     allowed = _dense(mask, batch, heads, queries, keys, query.device)
     transposed = key.detach().transpose(-1, -2).unsqueeze(2)  # (batch, groups, 1, size, keys)
     grouped = query.detach().reshape(batch, groups, heads // groups, queries, -1)
-    found = torch.full((heads,), -torch.inf, dtype=torch.float32, device=query.device)
-    at_once = max(1, AT_ONCE // max(1, batch * heads * keys))
-    for start in range(0, queries, at_once):
-        some = grouped[:, :, :, start : start + at_once]
-        logits = (some @ transposed).float().mul_(scale).flatten(1, 2)
+    largest = torch.full((heads,), -torch.inf, dtype=torch.float32, device=query.device)
+    queries_in_chunk = max(1, AT_ONCE // max(1, batch * heads * keys))
+    for start in range(0, queries, queries_in_chunk):
+        chunk = grouped[:, :, :, start : start + queries_in_chunk]
+        logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
         if allowed is not None:
-            part = allowed if allowed.shape[-2] == 1 else allowed[..., start : start + at_once, :]
+            part = allowed if allowed.shape[-2] == 1 else allowed[..., start : start + queries_in_chunk, :]
             part = part[..., :keys]
             logits = logits.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else logits + part
         elif causal:
-            last = torch.arange(start, start + some.shape[3], dtype=torch.int64, device=query.device) + keys - queries
+            last = torch.arange(start, start + chunk.shape[3], dtype=torch.int64, device=query.device) + keys - queries
             later = torch.arange(keys, dtype=torch.int64, device=query.device) > last[:, None]
             logits.masked_fill_(later, -torch.inf)
         if logits.numel():
-            torch.maximum(found, logits.amax((0, 2, 3)), out=found)
-    return found
+            torch.maximum(largest, logits.amax((0, 2, 3)), out=largest)
+    return largest
 
 
 def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -111,7 +111,6 @@ def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: t
     return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))
 
 
-PREFIX = "qk_clip_"
 KNOWN = ("sdpa", "eager", "flex_attention")
 """Attention implementations whose masks muonmesh can read, so that it can compute the logits a second time."""
 
@@ -121,45 +120,32 @@ _watchers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 
 def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
-    """Wrap the attention of a `transformers` model, so that a `QKClip` records the logits of its attention modules.
+    """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
 
-    For sdpa, eager and flex_attention, the wrapper is registered under a new name. For other implementations it
-    replaces the function under the same name, since other code reads these names.
+    A wrapper has the name of the function that it wraps, since models read these names. It changes nothing for modules
+    that no `QKClip` watches. The model may change to sdpa or flex_attention later.
 
     Args:
-        model: The model; its attention implementation may change.
+        model: The model.
         modules: The attention modules to watch.
         watcher: The `QKClip`. Only a weak reference is kept.
 
     Raises:
         ValueError: another `QKClip` that still exists watches these modules.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
     for module in modules:
         if module in _watchers and _watchers[module]() is not None:
-            found, needed = (
-                "a QKClip that already clips this model",
-                "one for a model, since each scales weights",
-            )
+            problem, needed = "a QKClip that already clips this model", "one for a model, since each scales weights"
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
-            raise ValueError(explain_error(type(model).__name__, found, needed, write))
-    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    inner = {id(child) for owner in owners for child in owner.modules() if child is not owner}
-    for owner in owners:
-        if id(owner) in inner:
-            continue
-        name = str(owner.config._attn_implementation).removeprefix(PREFIX)
-        base = None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        if name not in KNOWN:
-            if not hasattr(base, "watches"):
-                AttentionInterface.register(name, _watched(name, base))
-            continue
-        AttentionInterface.register(PREFIX + name, _watched(name, base))
-        AttentionMaskInterface.register(PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        owner.set_attn_implementation(PREFIX + name)
+            raise ValueError(explain_error(type(model).__name__, problem, needed, write))
+    used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    for name in used | {*KNOWN} - {"eager"}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager, until it has a wrapper
+        if not hasattr(function, "watches"):
+            AttentionInterface.register(name, _watched(name, function))
     for module in modules:
         _watchers[module] = ref(watcher)
 
@@ -168,26 +154,24 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        function = base
-        if function is None:  # the one in the file of the module's class
-            function = sys.modules[file_of_transformers(module) or ""].eager_attention_forward
+        function = _eager_of(module) if base is None else base
         watcher = _watchers.get(module)
-        told = None if watcher is None else watcher()
+        clip = None if watcher is None else watcher()
         inputs = (module, query, key, value, attention_mask, *args)
-        if told is None or not module.training or not torch.is_grad_enabled():
+        if clip is None or not module.training or not torch.is_grad_enabled():
             return function(*inputs, **kwargs)
-        result, bound = (_flex if name == "flex_attention" else _seen)(function, inputs, kwargs)
+        result, bound = (_flex if name == "flex_attention" else _observed)(function, inputs, kwargs)
         if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
             bound = None  # a bound on capped logits, or heads in another layout
         if bound is not None:
-            told.record(module, bound, bound=True)
+            clip.record(module, bound, bound=True)
         elif name in KNOWN:
             scale = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = name == "sdpa" and attention_mask is None and bool(causal)
-            told.observe(module, query, key, scale=scale, mask=attention_mask, causal=causal)
+            clip.observe(module, query, key, scale=scale, mask=attention_mask, causal=causal)
         else:
             needed = "a kernel known to return the log-sum-exp of each head's logits, without a softcap"
             write = 'Write model.set_attn_implementation("sdpa") before QKClip(model)'
@@ -198,8 +182,17 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
     return attention
 
 
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function for eager attention, which is in the file of the module's class."""
+    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
+    function: Callable[..., Any] = next(filter(None, (getattr(f, "eager_attention_forward", None) for f in files)))
+    return function
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
+def _observed(
+    function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Tensor | None]:
     """Return the result of an attention function, and the bound from the kernels that it ran (None: no bound)."""
     with KernelBounds() as kernels:
         result = function(*inputs, **kwargs)
@@ -209,15 +202,8 @@ def _seen(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[st
 def _flex(function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
     """Return the result of flex attention, and the bound from the log-sum-exp in it (None: no bound).
 
-    Its kernel is compiled, so `_seen` cannot observe it. `transformers` returns the log-sum-exp on a GPU, not on a CPU.
+    Its kernel is compiled, so `_observed` cannot observe it. `transformers` returns the log-sum-exp on a GPU,
+    not on a CPU.
     """
     result = function(*inputs, **kwargs)
     return result, None if result[1] is None else bound_of(result[1])
-
-
-def file_of_transformers(module: nn.Module) -> str | None:
-    """Return the name of the `transformers` file (Python module) that defines a module's class, or None.
-
-    All base classes are searched, since `fully_shard` adds a class of its own in front.
-    """
-    return next((c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.")), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from muonmesh.checkpoint.record import boxes_of
+from muonmesh.checkpoint.record import boxes_of, recorded_in
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.comm.wrappers import layers_of
 from muonmesh.errors import calling, escaped, explain_error
 from muonmesh.groups.example import Example, facts_of_example
-from muonmesh.integrations.qk_clip.attention import KernelBounds, file_of_transformers, largest_logits, watch
+from muonmesh.groups.parameter_sites import class_names
+from muonmesh.integrations.qk_clip.attention import KernelBounds, largest_logits, watch
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -80,7 +80,11 @@ class QKClip:
             raise ValueError(explain_error("threshold", f"{threshold!r}", "a number above 0", "Write threshold=100"))
         self.threshold = float(threshold)
         self._model, self._group = model, process_group
-        muons = [] if optimizer is None else _muons(optimizer)
+        inner = None if optimizer is None else recorded_in(optimizer)
+        if optimizer is not None and inner is None:
+            needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
+            raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
+        muons: Sequence[Muon] = () if inner is None else inner.muons
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
         stepped = {
             name: matrices
@@ -88,18 +92,18 @@ class QKClip:
             for name, matrices in zip(group.get("param_names", ()), group["matrices"], strict=False)
         }
         with calling("QKClip"):
-            seen = {} if example is None else facts_of_example(model, example, sharded=_SHARDED)
-        found = attentions(model, seen, stepped)
+            forward_facts = {} if example is None else facts_of_example(model, example, sharded=_SHARDED)
+        attention_modules = attentions(model, forward_facts, stepped)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
-        *starts, total = accumulate((attention.heads for attention in found), initial=0)
-        self._known = {id(a.module): (a, start) for a, start in zip(found, starts, strict=True)}
+        *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
+        self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
         self._last = self._largest
-        known = [a.module for a in found if file_of_transformers(a.module)]
-        if known:
-            watch(model, known, self)
+        of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
+        if of_transformers:
+            watch(model, of_transformers, self)
         for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
             muon.register_step_post_hook(lambda *_: self._agree())
         for muon in muons:
@@ -111,7 +115,7 @@ class QKClip:
 
         −inf means that nothing was recorded; inf means that a logit was not finite.
         """
-        return {a.name: self._last[start:][: a.heads] for a, start in self._known.values()}
+        return {a.name: self._last[start:][: a.heads] for a, start in self._attentions.values()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(
@@ -163,19 +167,19 @@ class QKClip:
         Raises:
             ValueError: QKClip does not know the weights of this module, or the module has other heads.
         """
-        if id(module) not in self._known:
-            known = ", ".join(a.name for a, _ in self._known.values())
-            raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {known}"))
-        attention, start = self._known[id(module)]
+        if id(module) not in self._attentions:
+            names = ", ".join(a.name for a, _ in self._attentions.values())
+            raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {names}"))
+        attention, start = self._attentions[id(module)]
         if first is None:
             first = _first_head(attention, len(largest))
         if first < 0 or first + len(largest) > attention.heads:
-            found, needed = f"heads {first} to {first + len(largest) - 1}", f"some of its {attention.heads}"
-            raise ValueError(explain_error(attention.name, found, needed, "Write record(..., first=...)"))
+            problem, needed = f"heads {first} to {first + len(largest) - 1}", f"some of its {attention.heads}"
+            raise ValueError(explain_error(attention.name, problem, needed, "Write record(..., first=...)"))
         if self._largest.device != largest.device:
             self._largest = self._largest.to(largest.device)
-        mine = self._largest[start + first :][: len(largest)]
-        mine.copy_(torch.maximum(mine, largest.detach().float()))
+        recorded = self._largest[start + first :][: len(largest)]
+        recorded.copy_(torch.maximum(recorded, largest.detach().float()))
         self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
 
     def explain(self) -> str:
@@ -183,10 +187,10 @@ class QKClip:
 
         The last line names the layers without a softmax, which have no logits to clip.
         """
-        known = [
-            (a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a, _ in self._known.values()
+        rows = [
+            (a.name, str(a.heads), self._sources.get(id(a.module), "nothing yet")) for a, _ in self._attentions.values()
         ]
-        lines = aligned([("attention", "heads", "S is"), *known], right=(1,))
+        lines = aligned([("attention", "heads", "S is"), *rows], right=(1,))
         if self._without:
             lines.append(escaped("left out, without a softmax: " + ", ".join(self._without)))
         return "\n".join(lines)
@@ -197,7 +201,7 @@ class QKClip:
         If the optimizer skipped its step, no weight changes.
         """
         self._agree()
-        for optimizer in [each() for each in self._optimizers] or [None]:
+        for optimizer in [reference() for reference in self._optimizers] or [None]:
             self._clip(optimizer)
 
     def _agree(self) -> None:
@@ -217,7 +221,7 @@ class QKClip:
             clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
         gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
-        for attention, start in self._known.values():
+        for attention, start in self._attentions.values():
             for rows in attention.rows:
                 factors.setdefault(rows.name, []).append((rows, gamma[start + rows.head] ** rows.power))
         for parameter in self._parameters(optimizer):
@@ -239,20 +243,6 @@ class QKClip:
             yield OptimizedParameter(name, tensor, storage, storage)
 
 
-def _muons(optimizer: Any) -> list[Muon]:
-    """Return the `Muon` objects inside an optimizer: itself, the Muons of a DeepSpeed engine, or those in a wrapper.
-
-    Raises:
-        TypeError: the optimizer contains no `Muon`.
-    """
-    for inner in layers_of(optimizer):
-        found = [inner] if isinstance(inner, Muon) else list(getattr(inner, "muons", ()))
-        if found:
-            return found
-    needed, write = "a muonmesh.Muon, or a wrapper of one", "Leave it out and call clip.step() after each step"
-    raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
-
-
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
     """Multiply rows, or columns, of a parameter by factors, in this rank's shard of the parameter.
 
@@ -265,14 +255,14 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
         factors: Pairs of rows (or columns) and their factor, a 0-d fp64 tensor.
     """
     dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
-    each = torch.ones(length, dtype=torch.float64, device=local.device)
+    factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
     for rows, factor in factors:
-        each[rows.low : rows.high] = factor
+        factor_of_index[rows.low : rows.high] = factor
     wide = torch.promote_types(local.dtype, torch.float32)
     contiguous = local.contiguous()
     for at, box in boxes_of(contiguous, storage.layout, storage.shape).items():
-        own = each[at[dim] :][: box.shape[dim]].to(wide)
-        box.copy_(box.to(wide) * own.view([-1 if axis == dim else 1 for axis in range(box.ndim)]))
+        box_factors = factor_of_index[at[dim] :][: box.shape[dim]].to(wide)
+        box.copy_(box.to(wide) * box_factors.view([-1 if axis == dim else 1 for axis in range(box.ndim)]))
     if contiguous is not local:
         local.copy_(contiguous)
 
@@ -291,6 +281,6 @@ def _first_head(attention: Attention, count: int) -> int:
         mesh = weight.device_mesh  # tensor parallelism is the last axis of the mesh, also under FSDP
         if mesh.size(mesh.ndim - 1) * count == attention.heads:
             return mesh.get_local_rank(mesh.ndim - 1) * count
-    found = f"the logits of {count} of {attention.heads} heads"
+    problem = f"the logits of {count} of {attention.heads} heads"
     needed = "to know which: a weight that is a DTensor, cut by heads along the last axis of its mesh"
-    raise ValueError(explain_error(attention.name, found, needed, "Write clip.record(module, largest, first=...)"))
+    raise ValueError(explain_error(attention.name, problem, needed, "Write clip.record(module, largest, first=...)"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from muonmesh.errors import explain_error
 from muonmesh.groups.graph import Facts
 from muonmesh.groups.parameter_sites import Site, class_names, parameter_sites
 from muonmesh.groups.roles import role
+from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
@@ -68,11 +68,11 @@ class Attention:
     queries: tuple[nn.Module, str]
 
 
-def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
+def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
     """Return the attention modules of a model in its order, without linear attention.
 
-    ``seen`` is what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut. Where it
-    and the class of the module show no cut, that of ``stepped`` counts: an optimizer's splits by name.
+    ``forward_facts`` are what a forward showed of each parameter, by id: how the weights of q, k and v in one are cut.
+    Where they and the class of the module show no cut, that of ``stepped`` counts: an optimizer's splits by name.
 
     To multiply the logits of a head by γ, its queries and keys are multiplied by √γ each. If several heads of queries
     share a head of keys, the queries are multiplied by γ and the keys stay, so that no other head changes. In latent
@@ -83,7 +83,7 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         ValueError: the model has no known attention module; or the logits of a module do not depend on the size of its
             weights.
     """
-    found: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
+    projections: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
     for site in parameter_sites(model):
         attribute, owner = _place_of(site)
@@ -92,13 +92,13 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         if _is_linear(owner):
             continue
         if site.key.endswith("weight"):
-            form = role(site, {}, seen.get(id(site.parameter))).matrices
+            form = role(site, {}, forward_facts.get(id(site.parameter))).matrices
             uncut = form in ("whole", ("transposed", "whole"))
             forms[site.module] = stepped.get(site.name, form) if uncut and len(_named(attribute)) > 1 else form
         if site.key.endswith("weight") or site.key.endswith("bias"):
-            found.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
+            projections.setdefault(owner, []).append((site, attribute, forms.get(site.module, "whole")))
     result = []
-    for owner, entries in found.items():
+    for owner, entries in projections.items():
         first = entries[0][0]
         if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
             _refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
@@ -108,8 +108,8 @@ def attentions(model: nn.Module, seen: Mapping[int, Facts], stepped: Mapping[str
         if heads is None:
             _refuse_heads(first, owner, "q", None, None, first.shape[0])
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
-        held = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
-        result.append(Attention(name, owner, heads, rows, (held.module, held.key)))
+        query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
+        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key)))
     if not result:
         found_none = "no attention module whose queries and keys are known"
         needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
@@ -125,40 +125,35 @@ def without_softmax(model: nn.Module) -> list[str]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is linear attention or a state space, by `layer_type` of `transformers` or its class."""
-    said = getattr(module, "layer_type", None) == "linear_attention"
-    return said or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
+    states_linear = getattr(module, "layer_type", None) == "linear_attention"
+    return states_linear or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
 
 
 def _refuse_norms(name: str, owner: nn.Module) -> None:
     for key, child in owner._modules.items():
         if child is not None and not isinstance(child, nn.Identity) and _NORM.fullmatch(key):
-            found = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
+            fault = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
             needed = "attention whose logits grow with its weights"
-            raise ValueError(explain_error(name, found, needed, "Leave QKClip out: the norm already bounds the logits"))
+            raise ValueError(explain_error(name, fault, needed, "Leave QKClip out: the norm already bounds the logits"))
 
 
 def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[LogitRows]:
-    """Yield the rows of one parameter, weight or bias."""
+    """Yield the rows of one parameter, weight or bias, that make queries and keys."""
     stored = isinstance(form, tuple) and form[0] == "transposed"
-    if stored:
-        form = form[1]
     dim = int(stored and len(site.shape) == 2)
+    if len(site.shape) == 1:  # a bias is cut as the rows of its weight
+        form = form[1] if stored else form
     grouped = _heads_of(owner, "k")[0] != _heads_of(owner, "q")[0]
     nope, rope = _said_by(owner, "qk_nope_head_dim"), _said_by(owner, "qk_rope_head_dim")
     latent = nope is not None and rope is not None
-    heads, high, named = Counter[str](), 0, _named(attribute)
-    for part, size in _blocks_of(site, owner, form, named, site.shape[dim]):
-        if not part:
-            _refuse_heads(site, owner, ", ".join(named), None, None, site.shape[dim])
-        head, low, high = heads[part], high, high + size
-        heads[part] += 1
+    for part, head, low, high in _heads_in(site, owner, form, _named(attribute), dim):
         if latent and part == "q":
             assert nope is not None
             yield LogitRows(site.name, dim, low, low + nope, head, 0.5)
             yield LogitRows(site.name, dim, low + nope, high, head, 1.0)
         elif part == "q":
             yield LogitRows(site.name, dim, low, high, head, 1.0 if grouped else 0.5)
-        elif part == "k" and (latent or not grouped):
+        elif latent or not grouped:
             yield LogitRows(site.name, dim, low, high, head, 0.5)
 
 
@@ -174,47 +169,43 @@ def _place_of(site: Site) -> tuple[str, nn.Module]:
     return site.owners[0][0], site.owners[1][1]
 
 
-def _blocks_of(
-    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], length: int
-) -> Iterator[tuple[str, int]]:
-    """Yield the blocks of a parameter in their order, each with its projection and its size.
-
-    A block is one head, or all values if they follow each other. Its projection is "" if the number of alternating
-    parts does not fit the parameter's name.
+def _heads_in(
+    site: Site, owner: nn.Module, form: Any, named: tuple[str, ...], dim: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each head of queries and keys in a parameter: projection, number, first row, and the row after the last.
 
     Args:
         site: The place of the parameter in the model.
         owner: The attention module.
         form: How the parameter splits into projections.
         named: The projections in it, in their order.
-        length: Size of the dim that consists of heads.
+        dim: The dim that consists of heads.
 
     Raises:
-        ValueError: the heads that the module states do not add up to the parameter.
+        ValueError: the parameter does not split into these projections, or the heads that the module states do not add
+            up to it.
     """
-    kind = form[0] if isinstance(form, tuple) else form
-    if kind == "interleaved":
-        runs = list(form[1]) if isinstance(form[1], (tuple, list)) else [form[3] if len(form) > 3 else 1] * form[1]
-        _, size = _heads_of(owner, "k")
-        # DeepSeek's heads of k and v may differ in size.
-        sizes = runs if named == ("k", "v") else [min(runs) if size is None else size] * len(runs)
-        if any(map(int.__mod__, runs, sizes)) or length % sum(runs):
-            _refuse_heads(site, owner, ", ".join(named), None, size, length)
-        parts = named if len(named) == len(runs) else ("",) * len(runs)
-        for _ in range(length // sum(runs)):
-            for part, run, size in zip(parts, runs, sizes, strict=True):
-                yield from [(part, size)] * (run // size)
-        return
-    rows = form[1:] if kind == "rows" else (length,) if kind == "whole" else ()
-    if len(rows) != len(named):
-        found = f"{', '.join(named)} in one weight, split as {form!r}"
+    length = site.shape[dim]
+    matrices = split_matrices(site.name, site.shape if len(site.shape) == 2 else (length, 1), form)
+    if len(matrices) != len(named):
+        problem = f"{', '.join(named)} in one weight, split as {form!r}"
         needed, write = "the rows of each, in which heads are counted", "Write example=(inputs,), which shows them"
-        raise ValueError(explain_error(site.name, found, needed, write))
-    for part, count in zip(named, rows, strict=True):
-        heads, size = (1, count) if part == "v" else _heads_of(owner, part)
-        if heads is None or size is None or heads * size != count:
-            _refuse_heads(site, owner, part, heads, size, count)
-        yield from [(part, size)] * heads
+        raise ValueError(explain_error(site.name, problem, needed, write))
+    for part, matrix in zip(named, matrices, strict=True):
+        runs = [block.region for block in matrix.blocks] if part != "v" else []
+        number = 0
+        for run in runs:
+            low, count = run.offset[dim], run.shape[dim]
+            heads, size = _heads_of(owner, part)
+            if len(runs) > 1:  # the runs of q, k and v alternate; DeepSeek's heads of k and v may differ in size
+                shortest = min(block.region.shape[dim] for matrix in matrices for block in matrix.blocks)
+                size = count if named == ("k", "v") else size or shortest
+                heads = count // size
+            if heads is None or size is None or heads * size != count or run.step[dim] > 1:
+                _refuse_heads(site, owner, part, heads, size, count)
+            for first in range(low, low + count, size):
+                yield part, number, first, first + size
+                number += 1
 
 
 def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
@@ -223,8 +214,9 @@ def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
     queries = queries or _said_by(owner, "num_attention_heads_per_partition")  # heads of a shard, or all heads
     grouped = _said_by(owner, "num_key_value_heads", "num_kv_heads", "num_query_groups")
     names = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "hidden_size_per_attention_head")
-    own = ("q_head_dim",) if part == "q" else ()  # Megatron's latent attention, whose qk_head_dim lacks the rotary part
-    size = _said_by(owner, *own, *names)
+    # Megatron's latent attention, whose qk_head_dim lacks the rotary part.
+    query_names = ("q_head_dim",) if part == "q" else ()
+    size = _said_by(owner, *query_names, *names)
     if size is None and queries is not None and (width := _said_by(owner, "embed_dim", "hidden_size")) is not None:
         size = width // queries if width % queries == 0 else None
     return queries if part == "q" else grouped or queries, size
@@ -234,9 +226,9 @@ def _said_by(owner: nn.Module, *names: str) -> int | None:
     """Return the first positive integer under these attribute names, of a module and then of its config; else None."""
     for holder in (owner, getattr(owner, "config", None)):
         for name in names:
-            found = getattr(holder, name, None)
-            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                return found
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
     return None
 
 
@@ -245,7 +237,7 @@ def _refuse_heads(
 ) -> NoReturn:
     """Raise the ValueError that a projection does not consist of whole heads, by the attributes of its module."""
     of = "an unknown number" if count is None else f"{count}"
-    each = "of unknown size" if size is None else f"of {size}"
-    found = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {each}"
+    size_text = "of unknown size" if size is None else f"of {size}"
+    problem = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {size_text}"
     write = "Correct the head counts that the module states, or leave QKClip out"
-    raise ValueError(explain_error(site.name, found, "whole heads only", write))
+    raise ValueError(explain_error(site.name, problem, "whole heads only", write))

@@ -70,11 +70,11 @@ def select(
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
     cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
-    taken = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
-    if is_compiled(taken):
+    resolved = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
+    if is_compiled(resolved):
         at_once = 1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once
-        return compiled_products(rows=rows, cols=cols, at_once=at_once, variant="amx" if taken == "amx" else "")
-    if taken == "triton":
+        return compiled_products(rows=rows, cols=cols, at_once=at_once, variant="amx" if resolved == "amx" else "")
+    if resolved == "triton":
         return triton_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
         return torch_products(at_once=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes))
@@ -135,8 +135,8 @@ def told_products(kernels: KernelName, *, device: torch.device, dtype: torch.dty
     if kernels == "auto" and device.type == "cpu" and dtype == torch.bfloat16 and order:
         below = f" to {gain[-1]}" if gain.stop < sys.maxsize else ""
         return f"compiled {order} from {gain.start} rows{below}"
-    taken = resolve(kernels, device=device, dtype=dtype, rows=1)
-    return f"{taken} {ORDER_OF_SUMS[taken]}" if taken in ORDER_OF_SUMS else taken
+    resolved = resolve(kernels, device=device, dtype=dtype, rows=1)
+    return f"{resolved} {ORDER_OF_SUMS[resolved]}" if resolved in ORDER_OF_SUMS else resolved
 
 
 def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -146,12 +146,12 @@ def check_kernels(kernels: KernelName, *, device: torch.device, dtype: torch.dty
         ValueError: as `select`.
     """
     if kernels not in get_args(KernelName):
-        known = ", ".join(repr(name) for name in get_args(KernelName))
-        raise ValueError(f'kernels: found {kernels!r}; needed one of {known}. Write kernels="auto"')
+        names = ", ".join(repr(name) for name in get_args(KernelName))
+        raise ValueError(f'kernels: found {kernels!r}; needed one of {names}. Write kernels="auto"')
     fault = _triton_fault(device, dtype) if kernels == "triton" else _compiled_fault(kernels, device, dtype)
     if fault is not None:
-        found, needed, write = fault
-        raise ValueError(f"kernels={kernels!r}: found {found}; needed {needed}. Write {write}")
+        actual, needed, write = fault
+        raise ValueError(f"kernels={kernels!r}: found {actual}; needed {needed}. Write {write}")
 
 
 @cache

@@ -42,7 +42,7 @@ class _Panel(NamedTuple):
     """A[:stop]."""
     column: Tensor
     """A[start:stop]ᵀ. If A is symmetric, these are its columns from ``start`` to ``stop``, in full height."""
-    left: Tensor
+    mirrored: Tensor
     """A[start:stop, :start]."""
 
 
@@ -59,7 +59,7 @@ class _Block(NamedTuple):
     """The last rows of `entries`, shape (width, width)."""
     mirrored_diagonal: Tensor
     """The last columns of `mirror`."""
-    left: Tensor
+    mirrored: Tensor
     """The other columns of `mirror`."""
     below: Tensor
     """1 below the diagonal, 0 elsewhere, shape (width, width)."""
@@ -90,21 +90,21 @@ def _panels(a: Tensor) -> Sequence[_Panel]:
     Panels hold the memory of their square, so no other tensor can get its address. This costs no memory, because the
     squares are buffers of the iteration, which the thread keeps anyway (`scratch`).
     """
-    kept: dict[object, Sequence[_Panel]] = keep("panels", dict)
+    panels_by_square: dict[object, Sequence[_Panel]] = keep("panels", dict)
     key = a.data_ptr(), len(a), a.stride(), a.dtype
-    if key not in kept:
-        if len(kept) == _KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = _cut(a)
-    return kept[key]
+    if key not in panels_by_square:
+        if len(panels_by_square) == _KEPT:
+            del panels_by_square[next(iter(panels_by_square))]
+        panels_by_square[key] = _cut(a)
+    return panels_by_square[key]
 
 
 def _by_columns(c: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
     """Write beta·C + alpha·A B, a few hundred columns at a time."""
 
     def multiply(start: int) -> None:
-        some = slice(start, start + COLUMNS)
-        torch.addmm(c[:, some], a, b[:, some], beta=beta, alpha=alpha, out=out[:, some])
+        columns = slice(start, start + COLUMNS)
+        torch.addmm(c[:, columns], a, b[:, columns], beta=beta, alpha=alpha, out=out[:, columns])
 
     run_each(multiply, range(0, out.shape[1], COLUMNS))
 
@@ -138,7 +138,7 @@ def _multiply(
         block.diagonal.lerp_(block.mirrored_diagonal, block.below)  # by 0 or by 1, which is exact
         target.above.copy_(block.entries)
         if number:
-            target.left.copy_(block.left)
+            target.mirrored.copy_(block.mirrored)
 
     run_each(multiply, reversed(range(len(targets))))  # the largest first
     return out

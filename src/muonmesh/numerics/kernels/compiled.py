@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,18 +66,18 @@ def _address(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
 
 
 def _matrix(batch: Tensor, shape: tuple[int, ...], *, transposed: bool = False) -> _Matrix:
-    """Return where the matrices (count, rows, cols) of a batch lie, or their transposes: rows may be apart."""
+    """Return address and strides of matrices (count, rows, cols), or of their transposes; rows may be apart."""
     step, ld, along = batch.mT.stride() if transposed else batch.stride()
-    together = along == 1 or shape[1 if transposed else 2] == 1
-    _require(batch.dtype == torch.bfloat16 and batch.device.type == "cpu" and batch.shape == shape and together, batch)
+    adjacent = along == 1 or shape[1 if transposed else 2] == 1
+    _require(batch.dtype == torch.bfloat16 and batch.device.type == "cpu" and batch.shape == shape and adjacent, batch)
     return _Matrix(batch.data_ptr(), ld, step)
 
 
 def _require(fits: bool, tensor: Tensor) -> None:
     """Raise an error before C reads or writes outside a tensor; ``python -O`` would remove an `assert`."""
     if not fits:
-        told = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
-        raise AssertionError(f"compiled products were given a tensor of another kind than they take: {told}")
+        description = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
+        raise AssertionError(f"compiled products were given a tensor of another kind than they take: {description}")
 
 
 @cache
@@ -93,12 +94,12 @@ def library(variant: str = "") -> SimpleNamespace:
     path = Path(__file__).with_name("products.so")
     try:
         _check_whole(path.read_bytes())
-        found = ctypes.CDLL(str(path))
-        found.muonmesh_variant.restype = found.muonmesh_tiles.restype = ctypes.c_char_p
-        variant = variant or found.muonmesh_variant().decode()
+        shared_library = ctypes.CDLL(str(path))
+        shared_library.muonmesh_variant.restype = shared_library.muonmesh_tiles.restype = ctypes.c_char_p
+        variant = variant or shared_library.muonmesh_variant().decode()
         if not variant:
             raise NotHere("a processor without AVX2 and FMA")
-        if variant == "amx" and (refused := found.muonmesh_tiles().decode(errors="replace")):
+        if variant == "amx" and (refused := shared_library.muonmesh_tiles().decode(errors="replace")):
             raise (NoLibrary if refused.startswith("a library") else NotHere)(refused)
         long, pointer, flag = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
         functions = SimpleNamespace(variant=variant)
@@ -111,11 +112,11 @@ def library(variant: str = "") -> SimpleNamespace:
             ("room_of_all", (long, long), long),
             ("orthogonalize", (long, long, long, pointer, pointer, long, pointer, pointer), None),
         ):
-            function = found[f"muonmesh_{name}_{variant}"]
+            function = shared_library[f"muonmesh_{name}_{variant}"]
             function.argtypes, function.restype = takes, returns
             setattr(functions, name, function)
         functions.address = ctypes.cast(functions.multiply, pointer).value
-        functions.share = found.muonmesh_share
+        functions.share = shared_library.muonmesh_share
         multiply = ctypes.c_void_p, long, long, long, long, _Operands, flag, pointer, flag
         functions.share.argtypes, functions.share.restype = (*multiply, long, long, pointer, long), None
     except (OSError, AttributeError) as error:  # the latter: a function is missing, in a library of another version
@@ -150,8 +151,9 @@ def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = 
     )
 
 
-def _each(number: Number, count: int) -> list[float]:
-    return number.flatten().tolist() if isinstance(number, Tensor) else [number] * count  # on a CPU that waits not
+def _for_each(number: Number, count: int) -> list[float]:
+    """Return a number for each matrix. On a CPU reading a tensor does not wait."""
+    return number.flatten().tolist() if isinstance(number, Tensor) else [number] * count
 
 
 def _multiply(
@@ -165,35 +167,35 @@ def _multiply(
     symmetric: bool = True,
     low: Operand = None,
 ) -> Tensor:
-    """Multiply as `Matmuls.multiply` and `Exact` say, by the compiled product; rows of a matrix may be apart."""
+    """Do `Matmuls.multiply`, with ``low`` as in `Exact`; rows of a matrix may be apart."""
     count, rows, depth = a.shape
     cols = out.shape[2]
     shape = count, rows, cols
     b = a.mT if b is None else b
     # A single column may have any stride: a vector is read as its rows lie, whichever way it is turned.
     transposed = b.stride(2) != 1 and cols != 1
-    scales = _each(scale, count)
-    factors = [[each * alpha for each in scales]]
+    scales = _for_each(scale, count)
+    factors = [[of_matrix * alpha for of_matrix in scales]]
     operands = [_matrix(a, (count, rows, depth)), _matrix(b, (count, depth, cols), transposed=transposed)]
     for term, factor in terms:
-        numbers = [each * number for each, number in zip(scales, _each(factor, count), strict=True)]
+        numbers = [of_matrix * number for of_matrix, number in zip(scales, _for_each(factor, count), strict=True)]
         # Not by whether the products are 0: it would depend on the other matrices whether 0 times ∞ is added.
         operands.append(_matrix(term, shape) if isinstance(factor, Tensor) or factor else _NONE)
         factors.append(numbers)
     operands += [_NONE] * (2 - len(terms))
     factors += [[0.0] * count] * (2 - len(terms))
     low_matrix = _NONE if low is None else _matrix(low, shape)
-    functions, told = library(variant), _Operands(*operands, _matrix(out, shape), low_matrix)
-    each = (ctypes.c_float * (3 * count))(*(number for some in zip(*factors, strict=True) for number in some))
+    functions, operand_array = library(variant), _Operands(*operands, _matrix(out, shape), low_matrix)
+    factor_array = (ctypes.c_float * (3 * count))(*chain.from_iterable(zip(*factors, strict=True)))
 
     threads = 1 if rows * cols * depth < _WORTH_A_THREAD else thread_count()
     apart = functions.room(rows, depth)
     room = scratch("products", (threads * apart,), dtype=torch.uint8, device=out.device).data_ptr()
-    given = count, rows, depth, cols, told, transposed, each, symmetric
+    arguments = count, rows, depth, cols, operand_array, transposed, factor_array, symmetric
     if threads == 1:
-        functions.multiply(*given, 0, 1, room)
+        functions.multiply(*arguments, 0, 1, room)
     else:
-        functions.share(functions.address, *given, -(-cols // _PART), threads, room, apart)
+        functions.share(functions.address, *arguments, -(-cols // _PART), threads, room, apart)
     return out
 
 
@@ -225,7 +227,7 @@ def _store(x: Tensor, out: Tensor) -> None:
         library().transpose(*x.shape, _address(x), _address(out))
 
 
-@cache
+@cache  # since the coefficients are the same in every step
 def _in_memory(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(numbers))(*numbers)
 

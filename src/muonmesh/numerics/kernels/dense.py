@@ -21,17 +21,17 @@ def multiply(
 ) -> Tensor:
     """Do `Matmuls.multiply`, a call for each matrix; both triangles of a symmetric result are computed."""
     if b is None:
-        for one, target in zip(a.unbind(), out.unbind(), strict=True):
-            torch.mm(one, one.mT, out=target)
+        for first, target in zip(a.unbind(), out.unbind(), strict=True):
+            torch.mm(first, first.mT, out=target)
         return scaled(out, scale)
     ((c, factor),) = terms
     factors = factor.flatten() if isinstance(factor, Tensor) else [factor] * len(a)
     batches = (batch.unbind() for batch in (a, b, c, out))
-    for one, other, added, target, number in zip(*batches, factors, strict=True):
+    for first, second, added, target, number in zip(*batches, factors, strict=True):
         if isinstance(number, Tensor):
-            add_multiple(one, other, added, number, 1.0, target)  # multiplied in before rounding
+            add_multiple(first, second, added, number, 1.0, target)  # multiplied in before rounding
         else:
-            torch.addmm(added, one, other, beta=number, alpha=alpha, out=target)
+            torch.addmm(added, first, second, beta=number, alpha=alpha, out=target)
     return scaled(out, scale)
 
 
@@ -73,17 +73,17 @@ def widened(exact: Matmuls) -> Matmuls:
         batch, rows, cols = like.shape
         apart = -(-rows * cols // _ALIGNED) * _ALIGNED
         kind = "square" if rows == cols else "long"
-        held = scratch(f"wide {kind} {role}", (batch, apart), dtype=torch.float32, device=like.device)
-        return held[:, : rows * cols].view(like.shape)
+        buffer = scratch(f"wide {kind} {role}", (batch, apart), dtype=torch.float32, device=like.device)
+        return buffer[:, : rows * cols].view(like.shape)
 
     def multiply(a: Tensor, b: Operand, terms: Terms, out: Tensor, *numbers: Any, **named: Any) -> Tensor:
-        kept = dict[int, Tensor]()  # by identity, since an operand may be given twice
+        wide_by_id = dict[int, Tensor]()  # by identity, since an operand may be given twice
 
         def wide(number: int, narrow: Tensor) -> Tensor:
-            if id(narrow) not in kept:
+            if id(narrow) not in wide_by_id:
                 role = f"{number}" if narrow.shape[1] == narrow.shape[2] else "x"
-                kept[id(narrow)] = memory(role, narrow).copy_(narrow)
-            return kept[id(narrow)]
+                wide_by_id[id(narrow)] = memory(role, narrow).copy_(narrow)
+            return wide_by_id[id(narrow)]
 
         first, second = wide(0, a), None if b is None else wide(1, b)
         added = [(wide(2, c), factor) for c, factor in terms]

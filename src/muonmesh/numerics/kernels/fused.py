@@ -16,7 +16,7 @@ from muonmesh.numerics.kernels.rows import PieceRows
 from muonmesh.numerics.kernels.triton_launch import operator
 
 
-def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], found: Tensor) -> None:
+def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], nonzero: Tensor) -> None:
     """Write 1 to the entry of each piece that has an element other than zero; NaN is other than zero.
 
     The entries of other pieces stay as they are.
@@ -24,9 +24,9 @@ def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], found: Tensor) 
     Args:
         pieces: The pieces, at least one; several may share an entry.
         gradients: The tensors that hold them, of one of `toolchain.DTYPES`, on one device.
-        found: Contiguous int32 (n,) on that device.
+        nonzero: Contiguous int32 (n,) on that device.
     """
-    _mark_nonzero(gradients, pieces.number, found)
+    _mark_nonzero(gradients, pieces.number, nonzero)
 
 
 def fold(

@@ -45,14 +45,14 @@ def add_multiple(
         return
     diagonal = a.diagonal()
     exact = diagonal.float()
-    wanted = (factor + exact.mean().item()) * scale
-    if not math.isfinite(wanted):  # with such a multiple one product takes oneDNN seconds
+    exact_multiple = (factor + exact.mean().item()) * scale
+    if not math.isfinite(exact_multiple):  # with such a multiple one product takes oneDNN seconds
         out.fill_(math.nan)
         return
     if scale == 0:
         out.zero_()
         return
-    multiple = _nearest(wanted)
+    multiple = _nearest(exact_multiple)
     diagonal.copy_(exact + (factor - multiple / scale))
     multiply(b, a, b, beta=multiple, alpha=scale, out=out)
     diagonal.copy_(exact)

@@ -34,16 +34,16 @@ def measure(x, exponents, squares, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.
     lanes = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
-        here = first + start + lanes
-        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
+        positions = first + start + lanes
+        values = tl.load(x + positions, mask=positions < numel, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(values))
     bits = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(bits, 1), 253) - 127  # so that its negative is one too; denormals count as 2⁻¹²⁶
     power = _power_of_two(-exponent)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, CHUNK, BLOCK):
-        here = first + start + lanes
-        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32) * power
+        positions = first + start + lanes
+        values = tl.load(x + positions, mask=positions < numel, other=0.0).to(tl.float32) * power
         sums += values * values
     tl.store(exponents + program, exponent)
     tl.store(squares + program, tl.sum(sums, 0))
@@ -58,14 +58,14 @@ def norms(exponents, squares, power, inverse, inverse_square, parts, BLOCK: tl.c
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -126, dtype=tl.int32)
     for start in range(0, parts, BLOCK):
-        here = start + lanes
-        largest = tl.maximum(largest, tl.load(exponents + here, mask=here < parts, other=-126))
+        positions = start + lanes
+        largest = tl.maximum(largest, tl.load(exponents + positions, mask=positions < parts, other=-126))
     exponent = tl.max(largest, 0)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, parts, BLOCK):
-        here = start + lanes
-        smaller = tl.load(exponents + here, mask=here < parts, other=-126) - exponent
-        sums += tl.load(squares + here, mask=here < parts, other=0.0) * _power_of_two(2 * smaller)
+        positions = start + lanes
+        smaller = tl.load(exponents + positions, mask=positions < parts, other=-126) - exponent
+        sums += tl.load(squares + positions, mask=positions < parts, other=0.0) * _power_of_two(2 * smaller)
     total = tl.sum(sums, 0)
     root = tl.sqrt_rn(tl.where(total == 0, 1.0, total))
     down = NORM + 127 - (root.to(tl.int32, bitcast=True) >> 23)
@@ -88,9 +88,9 @@ def rescale(x, out, power, numel, parts, CHUNK: tl.constexpr, BLOCK: tl.constexp
     x += matrix.to(tl.int64) * numel
     out += matrix.to(tl.int64) * numel
     for start in range(0, CHUNK, BLOCK):
-        here = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
-        values = tl.load(x + here, mask=here < numel, other=0.0).to(tl.float32)
-        tl.store(out + here, (values * first * second).to(out.dtype.element_ty), mask=here < numel)
+        positions = (program % parts).to(tl.int64) * CHUNK + start + tl.arange(0, BLOCK)
+        values = tl.load(x + positions, mask=positions < numel, other=0.0).to(tl.float32)
+        tl.store(out + positions, (values * first * second).to(out.dtype.element_ty), mask=positions < numel)
 
 
 def measuring(x: Tensor, exponents: Tensor, squares: Tensor) -> Launch:

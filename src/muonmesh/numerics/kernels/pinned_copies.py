@@ -19,7 +19,7 @@ def pinned(host: Tensor, device: torch.device) -> Tensor:
 
 
 def rewrite(tensor: Tensor, values: Tensor) -> None:
-    """Copy values into a tensor; from a CPU to a device in the same way."""
+    """Copy values into a tensor, from a CPU to a device from pinned memory, so that the CPU does not wait."""
     arriving = tensor.device.type != "cpu" and values.device.type == "cpu"
     tensor.copy_(_pinned(values) if arriving else values, non_blocking=True)
 

@@ -212,15 +212,15 @@ typedef struct { /* as LDTILECFG and STTILECFG have it; all zeros: none */
 } configuration;
 
 /* Eight tiles of 16 rows of 64 bytes. */
-static const configuration ours = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+static const configuration of_products = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 /* `before` is what the thread has: oneDNN may leave its own from one call to the next. */
 INLINE void configure(configuration *before) {
-  const configuration *own = &ours;
+  const configuration *wanted = &of_products;
   _tile_storeconfig(before);
   MEMORY(before);
-  MEMORY(own);
-  _tile_loadconfig(own);
+  MEMORY(wanted);
+  _tile_loadconfig(wanted);
 }
 INLINE void configure_again(configuration *before) {
   MEMORY(before);
@@ -340,17 +340,17 @@ INLINE long height_of(long left) {
 }
 #endif
 
-INLINE floats load_widened(const bf16 *from, long some) {
+INLINE floats load_widened(const bf16 *from, long count) {
   halves h = {0};
-  if (some == LANES) memcpy(&h, from, sizeof h);
-  else memcpy(&h, from, some * sizeof(bf16));
+  if (count == LANES) memcpy(&h, from, sizeof h);
+  else memcpy(&h, from, count * sizeof(bf16));
   return widen(h);
 }
 
-INLINE halves store_narrowed(floats x, bf16 *to, long some) {
+INLINE halves store_narrowed(floats x, bf16 *to, long count) {
   halves h = narrow(x);
-  if (some == LANES) memcpy(to, &h, sizeof h);
-  else memcpy(to, &h, some * sizeof(bf16));
+  if (count == LANES) memcpy(to, &h, sizeof h);
+  else memcpy(to, &h, count * sizeof(bf16));
   return h;
 }
 
@@ -359,14 +359,14 @@ INLINE void finish(const float *sums, long rows, long width, float alpha, float 
                    matrix out, matrix low) {
   for (long i = 0; i < rows; i++, sums += WIDTH)
     for (long j = 0; j < width; j += LANES) {
-      long some = least(LANES, width - j);
+      long lanes = least(LANES, width - j);
       floats x;
       memcpy(&x, sums + j, sizeof x);
       x *= alpha;
-      if (c.at) x += load_widened(c.at + i * c.ld + j, some) * beta;
-      if (d.at) x += load_widened(d.at + i * d.ld + j, some) * gamma;
-      halves rounded = store_narrowed(x, out.at + i * out.ld + j, some);
-      if (low.at) store_narrowed(x - widen(rounded), low.at + i * low.ld + j, some);
+      if (c.at) x += load_widened(c.at + i * c.ld + j, lanes) * beta;
+      if (d.at) x += load_widened(d.at + i * d.ld + j, lanes) * gamma;
+      halves rounded = store_narrowed(x, out.at + i * out.ld + j, lanes);
+      if (low.at) store_narrowed(x - widen(rounded), low.at + i * low.ld + j, lanes);
     }
 }
 
@@ -415,30 +415,30 @@ static APART void multiply(long rows, long depth, long cols, matrix a, matrix b,
                            uint32_t *packed, float *sums, bf16 *copy) {
   /* Few panels at once where parts would else get too unequal shares of a triangle. */
   const long panels = parts > 1 && cols < 3 * parts * PANELS * WIDTH ? 4 : PANELS;
-  const long wide = panels * WIDTH, each = pairs_of(least(depth, DEPTH)) * WIDTH;
-  for (long start = 0, number = 0; start < cols; start += wide, number++) {
+  const long group_width = panels * WIDTH, panel_size = pairs_of(least(depth, DEPTH)) * WIDTH;
+  for (long start = 0, number = 0; start < cols; start += group_width, number++) {
     /* A column of a symmetric result is the longer, the further to the right it is; so dealt out to and fro. */
     long turn = number % (2 * parts);
     if (turn != part && turn != 2 * parts - 1 - part) continue;
-    long stop = least(start + wide, cols), above = symmetric ? least(stop, rows) : rows;
+    long stop = least(start + group_width, cols), above = symmetric ? least(stop, rows) : rows;
     for (long k = 0; k < depth; k += DEPTH) {
-      long some = least(DEPTH, depth - k), filled = (some + 1) / 2 * WIDTH;
+      long chunk = least(DEPTH, depth - k), written = (chunk + 1) / 2 * WIDTH;
       for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
-        (transposed ? pack_columns : pack_rows)(transposed ? b.at + j * b.ld + k : b.at + k * b.ld + j, b.ld, some,
-                                                least(WIDTH, stop - j), packed + p * each);
-        memset(packed + p * each + filled, 0, (pairs_of(some) * WIDTH - filled) * sizeof(uint32_t));
+        (transposed ? pack_columns : pack_rows)(transposed ? b.at + j * b.ld + k : b.at + k * b.ld + j, b.ld, chunk,
+                                                least(WIDTH, stop - j), packed + p * panel_size);
+        memset(packed + p * panel_size + written, 0, (pairs_of(chunk) * WIDTH - written) * sizeof(uint32_t));
       }
       /* No row below the last column of a symmetric result: another part mirrors to there. */
       for (long i = 0, height; i < above; i += height) {
         height = height_of(above - i);
         long inside = least(height, above - i);
-        matrix rows_of_a = for_tiles(part_of(a, i, k), inside, some, copy);
+        matrix rows_of_a = for_tiles(part_of(a, i, k), inside, chunk, copy);
         for (long j = start, p = 0; j < stop; j += WIDTH, p++) {
           long width = least(WIDTH, stop - j);
           if (symmetric && i >= j + width) continue;
-          float *of_tile = sums + (depth > DEPTH ? i * wide + p * height * WIDTH : 0);
-          any_tile(height, rows_of_a.at, rows_of_a.ld, some, packed + p * each, of_tile, k == 0);
-          if (k + some == depth)
+          float *of_tile = sums + (depth > DEPTH ? i * group_width + p * height * WIDTH : 0);
+          any_tile(height, rows_of_a.at, rows_of_a.ld, chunk, packed + p * panel_size, of_tile, k == 0);
+          if (k + chunk == depth)
             finish(of_tile, inside, width, factors[0], factors[1], part_of(c, i, j), factors[2], part_of(d, i, j),
                    part_of(out, i, j), part_of(low, i, j));
         }
@@ -514,19 +514,19 @@ void muonmesh_transpose(long batch, long rows, long cols, const bf16 *from, bf16
 static APART float dot(const bf16 *x, const bf16 *y, long count) {
   enum { SUMS = 16, TAKEN = SUMS / LANES };
   floats sum[TAKEN] = {0};
-  float each[SUMS];
+  float sums[SUMS];
   long j = 0;
   for (; j + SUMS <= count; j += SUMS)
     UNROLL for (int v = 0; v < TAKEN; v++)
       sum[v] += load_widened(x + j + v * LANES, LANES) * load_widened(y + j + v * LANES, LANES);
-  memcpy(each, sum, sizeof each);
+  memcpy(sums, sum, sizeof sums);
   for (int i = 0; j < count; i++, j++) {
     union { uint32_t bits; float number; } a = {(uint32_t)x[j] << 16}, b = {(uint32_t)y[j] << 16};
-    each[i] += a.number * b.number;
+    sums[i] += a.number * b.number;
   }
   for (int half = SUMS / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) each[i] += each[i + half];
-  return each[0];
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  return sums[0];
 }
 
 /* out[i] = the sum of X * Y over row i. */
@@ -554,8 +554,8 @@ void muonmesh_load(long batch, long rows, long cols, const bf16 *x, bf16 *out, f
     double total = 0;
     for (long i = 0; i < rows; i++) {
       for (long j = i * cols; j < (i + 1) * cols; j += LANES) {
-        long some = least(LANES, (i + 1) * cols - j);
-        store_narrowed(load_widened(x + j, some) * power.number, out + j, some);
+        long lanes = least(LANES, (i + 1) * cols - j);
+        store_narrowed(load_widened(x + j, lanes) * power.number, out + j, lanes);
       }
       uint64_t mode = flush(); /* not before: what load reads may be below 2^-126, and is not zero */
       total += dot(out + i * cols, out + i * cols, cols);
@@ -584,30 +584,30 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
   configuration before;
   configure(&before); /* once: it takes as long as a product of tiny matrices */
   for (long number = 0; number < batch; number++, x += count, out += count) {
-    matrix held = {at + 2 * n * n, wide, 0}, next = {held.at + count, wide, 0};
+    matrix iterate = {at + 2 * n * n, wide, 0}, next = {iterate.at + count, wide, 0};
     float norm;
-    if (rows > cols) muonmesh_transpose(1, rows, cols, x, held.at);
-    muonmesh_load(1, n, wide, rows > cols ? held.at : x, held.at, &norm);
+    if (rows > cols) muonmesh_transpose(1, rows, cols, x, iterate.at);
+    muonmesh_load(1, n, wide, rows > cols ? iterate.at : x, iterate.at, &norm);
     const float inverse = 1.0f / norm;
     for (long step = 0; step < steps; step++) {
       const double *of = coefficients + 3 * step, last = step == steps - 1 ? (double)inverse : 1.0;
       const float gram[] = {inverse * inverse, 0, 0}, square[] = {(float)of[2], (float)of[1], 0};
       const float apply[] = {(float)last, (float)(last * of[0]), 0};
-      multiply_configured(1, n, wide, n, (matrix[]){held, held, none, none, a, none}, 1, gram, 1, 0, 1, room);
+      multiply_configured(1, n, wide, n, (matrix[]){iterate, iterate, none, none, a, none}, 1, gram, 1, 0, 1, room);
       if (of[2] != 0)
         multiply_configured(1, n, n, n, (matrix[]){a, a, of[1] != 0 ? a : none, none, b, none}, 0, square, 1, 0, 1, room);
       else
         for (long i = 0; i < n * n; i += LANES) {
-          long some = least(LANES, n * n - i);
-          store_narrowed(load_widened(a.at + i, some) * square[1], b.at + i, some);
+          long lanes = least(LANES, n * n - i);
+          store_narrowed(load_widened(a.at + i, lanes) * square[1], b.at + i, lanes);
         }
       if (step == steps - 1 && rows <= cols) next.at = out;
-      multiply_configured(1, n, n, wide, (matrix[]){b, held, of[0] != 0 ? held : none, none, next, none}, 0, apply, 0, 0, 1,
-                        room);
-      matrix was = held;
-      held = next, next = was;
+      const matrix added = of[0] != 0 ? iterate : none;
+      multiply_configured(1, n, n, wide, (matrix[]){b, iterate, added, none, next, none}, 0, apply, 0, 0, 1, room);
+      matrix previous = iterate;
+      iterate = next, next = previous;
     }
-    if (rows > cols) muonmesh_transpose(1, n, wide, held.at, out);
+    if (rows > cols) muonmesh_transpose(1, n, wide, iterate.at, out);
   }
   configure_again(&before);
 }

@@ -29,43 +29,44 @@ reads and writes only these tensors."""
 
 
 def run_again(
-    found: dict[Hashable, Any],
+    recordings: dict[Hashable, Any],
     call: Callable[..., object],
-    given: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     key: Hashable,
-    beside: Sequence[Tensor] = (),
+    inputs: Sequence[Tensor] = (),
 ) -> None:
-    """Run ``call(*given)``; from the third time for a layout of tensors on, repeat its recorded launches instead.
+    """Run ``call(*tensors)``; from the third time for a layout of tensors on, repeat its recorded launches instead.
 
     Args:
-        found: The recordings of one function; an empty dict at first.
+        recordings: The recordings of one function; an empty dict at first.
         call: A function that starts the same kernels in this thread whatever the values of the tensors are. It reads
             and writes only these tensors, and what the kernels find by addresses in them.
-        given: Tensors on one device. They share no memory.
+        tensors: Tensors on one device. They share no memory.
         key: Equal for calls that start the same kernels on tensors of one layout.
-        beside: Further tensors, which are only read. They are kept, so they should be small, and written in place.
+        inputs: Further tensors, which the call only reads. The recording keeps these tensors, so they should be small.
+            To change a value, write the tensor in place.
     """
-    key = key, *map(Tensor.data_ptr, beside)
-    layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in given]
-    key = key, given[0].device, threading.get_ident(), *layouts
-    known = found.get(key, 0)
-    if known is None or triton_launch.is_watched(*given):
-        call(*given)
-    elif known == 0:
-        call(*given)
-        if len(found) >= _MOST:
-            found.clear()
-        found[key] = 1
-    elif known == 1:
-        with (recording := Recording(given, beside)):
-            call(*given)
-        recording.alive.clear()
-        found[key] = recording if recording.whole else None
+    key = key, *map(Tensor.data_ptr, inputs)
+    layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % 64) for tensor in tensors]
+    key = key, tensors[0].device, threading.get_ident(), *layouts
+    recording = recordings.get(key, 0)
+    if recording is None or triton_launch.is_watched(*tensors):
+        call(*tensors)
+    elif recording == 0:
+        call(*tensors)
+        if len(recordings) >= _MOST:
+            recordings.clear()
+        recordings[key] = 1
+    elif recording == 1:
+        with (fresh := Recording(tensors, inputs)):
+            call(*tensors)
+        fresh.alive.clear()
+        recordings[key] = fresh if fresh.whole else None
     else:
-        known.start(given)
+        recording.start(tensors)
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """The location of a tensor, relative to memory that may be elsewhere in the next step.
 
     Attributes:
@@ -96,24 +97,24 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     4. `start` does the work of the call on new tensors, as often as you like.
 
     Args:
-        given, beside: See `run_again`.
+        tensors, inputs: See `run_again`.
 
     Attributes:
         whole: Whether every operation of the call can be started again.
         alive: All tensors that the call has used. While they live, no two of them can have the same address.
     """
 
-    def __init__(self, given: Sequence[Tensor], beside: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.whole, self._size, self._device = True, 0, triton_launch.device_of(given[0])
+        self.whole, self._size, self._device = True, 0, triton_launch.device_of(tensors[0])
         self._parts: list[tuple[Callable[..., Any], list[Any], dict[str, Any] | None]] = []
         self._moving: list[tuple[list[Any], int, int, int]] = []
         self._last: list[int] = []  # the stream, and the addresses of the bases, that the arguments have
-        self._beside = {tensor.untyped_storage().data_ptr(): tensor for tensor in beside}
-        self._own: dict[int, int] = {}  # where each storage of the call's own lies in its memory
+        self._inputs = {tensor.untyped_storage().data_ptr(): tensor for tensor in inputs}
+        self._allocated_offsets: dict[int, int] = {}  # where each storage of the call's own lies in its memory
         self.alive: list[object] = []
-        ends = [sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) + 1 for t in given]
-        self._given = [range(t.data_ptr(), t.data_ptr() + end * t.itemsize) for t, end in zip(given, ends, strict=True)]
+        ends = [sum((n - 1) * by for n, by in zip(t.shape, t.stride(), strict=True)) + 1 for t in tensors]
+        self._ranges = [range(t.data_ptr(), t.data_ptr() + n * t.itemsize) for t, n in zip(tensors, ends, strict=True)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
@@ -126,18 +127,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view or name.startswith("empty") or name == "promote_types":
             return result
         parameters = func._schema.arguments
-        told = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
-        writes = [told[parameter.name] for parameter in parameters if parameter.alias_info and parameter.name in told]
+        named = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+        writes = [named[parameter.name] for parameter in parameters if parameter.alias_info and parameter.name in named]
         self.whole = self.whole and name in _REPEATED
-        for value in told.values():
+        for value in named.values():
             self._placed(value, writes=any(value is written for written in writes))
         for launch in launches:
             prepared = launch.prepare(self._device)
             run, before = prepared or (launch._replace(arguments=()).run_on, [self._device])
-            arguments = [*map(self._placed, launch.arguments)]
+            values = [*map(self._placed, launch.arguments)]
             if prepared:
-                arguments = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-            self._add(run, [*before, *arguments], None if prepared else {})
+                values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+            self._add(run, [*before, *values], None if prepared else {})
         if not launches:
             into = kwargs if writes else {**kwargs, "out": result}
             options = {name: self._placed(value, writes=True) for name, value in into.items()}
@@ -147,36 +148,36 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, run: Callable[..., Any], arguments: list[Any], options: dict[str, Any] | None) -> None:
         self._parts.append((run, arguments, options))
         if options is None:
-            places = [(number, value) for number, value in enumerate(arguments) if isinstance(value, _Place)]
+            locations = [(number, value) for number, value in enumerate(arguments) if isinstance(value, _Location)]
             self._moving.append((arguments, STREAM, 0, 0))
-            self._moving += [(arguments, number, place.base + 1, place.offset) for number, place in places]
+            self._moving += [(arguments, number, location.base + 1, location.offset) for number, location in locations]
 
     def _placed(self, value: Any, *, writes: bool = False) -> Any:
-        """Return a `_Place` for a tensor, except for one of ``beside``; and any other value as it is.
+        """Return a `_Location` for a tensor, except for one of ``inputs``; and any other value as it is.
 
         The call must write memory that it allocates before it reads this memory: if it does not, `whole` becomes False.
         """
         if not isinstance(value, Tensor):
             return value
         address, storage, kind = value.data_ptr(), value.untyped_storage(), (value.shape, value.stride(), value.dtype)
-        for number, addresses in enumerate(self._given, 1):
+        for number, addresses in enumerate(self._ranges, 1):
             if address in addresses:
-                return _Place(number, address - addresses.start, *kind)
-        if storage.data_ptr() in self._beside:
+                return _Location(number, address - addresses.start, *kind)
+        if storage.data_ptr() in self._inputs:
             return value
-        if storage.data_ptr() not in self._own:
+        if storage.data_ptr() not in self._allocated_offsets:
             self.whole = self.whole and writes
-            self._own[storage.data_ptr()] = self._size
+            self._allocated_offsets[storage.data_ptr()] = self._size
             self._size += -(-storage.nbytes() // 256) * 256
-        return _Place(0, self._own[storage.data_ptr()] + address - storage.data_ptr(), *kind)
+        return _Location(0, self._allocated_offsets[storage.data_ptr()] + address - storage.data_ptr(), *kind)
 
-    def start(self, given: Sequence[Tensor]) -> None:
+    def start(self, tensors: Sequence[Tensor]) -> None:
         """Start what was recorded, on tensors of the same layout.
 
         Args:
-            given: As many tensors as were given to the recorded call, in the same order.
+            tensors: As many as were given to the recorded call, in the same order.
         """
-        bases = torch.empty(self._size, dtype=torch.uint8, device=given[0].device), *given
+        bases = torch.empty(self._size, dtype=torch.uint8, device=tensors[0].device), *tensors
         with on(self._device):
             last = [stream_of(self._device), *map(Tensor.data_ptr, bases)]
             if last != self._last:
@@ -192,4 +193,4 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensor(value: Any, bases: Sequence[Tensor]) -> Any:
-    return value.of(bases) if isinstance(value, _Place) else value
+    return value.of(bases) if isinstance(value, _Location) else value

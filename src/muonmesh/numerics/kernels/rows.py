@@ -1,7 +1,7 @@
-"""Tables of pieces: the places of many pieces in the tensors that hold them, as numbers that a kernel reads.
+"""Rows of pieces: where many pieces lie in the tensors that hold them, as a table of integers that a kernel reads.
 
-A table is made once and stays on the device. The tensors may move from step to step, so a table has no addresses, but
-the numbers of addresses in a second, short vector, which is uploaded again only when one of them has changed.
+The table is made once and stays on the device. Tensors may move from step to step, so a row holds no addresses. It
+holds indices into a second, short vector of addresses. Only this vector is uploaded again, when an address has changed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from muonmesh.numerics.kernels.pinned_copies import pinned, rewrite
 from muonmesh.numerics.kernels.triton_launch import device_of, stream_of
 
 WIDTH = 17
-"""Numbers of each piece in a table: the numbers of three addresses, and the numbers named below."""
+"""The length of a row: the indices of three addresses, and then the numbers whose positions are named below."""
 ENTRY, FIRST_PROGRAM, KIND, STARTS, LENGTHS, STRIDES = 3, 4, 5, 6, 8, 11
 
 EVEN, STRIDED, TRANSPOSED = 0, 1, 2
-"""Kinds: with contiguous rows everywhere, in any order, and with contiguous rows in the storage and contiguous columns
-in the buffer. All that is even or transposed can be moved 16 bytes at a time."""
+"""The kinds of a row. EVEN: the piece has contiguous rows in the tensors and in the buffer. TRANSPOSED: contiguous rows
+in the tensors, contiguous columns in the buffer. Both are moved 16 bytes at a time. STRIDED: any other strides."""
 
 ROWS, COLS, STRIDED_ROWS = 64, 32, 16
-"""A block of a matrix; of a strided one it has fewer rows. What is contiguous as a whole is a matrix of `COLS`."""
+"""The size of a block. Blocks of a strided piece have fewer rows. A piece that is contiguous as a whole is read as a
+matrix with `COLS` columns."""
 
 BLOCKS = 4
-"""Number of blocks that one program works on, one after the other."""
+"""The number of blocks that one program takes, one after the other."""
 
 MEASURED = 1 << 15
-"""Number of elements of a matrix that one program measures or rescales."""
+"""The number of elements of a matrix that one program of `norms` takes."""
 
 SEARCHED = 64
-"""Number of blocks in which one program searches for an element that is not zero, which ends nearly always with the
-first."""
+"""The number of blocks in which one program searches for an element other than zero. Nearly always it finds such an
+element in the first."""
 
 _ALIGNMENT = 16
 """Bytes of an address, and elements of starts and strides, which is enough for every dtype."""
@@ -47,12 +48,12 @@ Sizes = tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """Where a piece lies: in a tensor of each of the first two columns, and in a buffer, the third column.
+    """The place of a piece: in a tensor of each of the first two columns, and in a buffer of the third column.
 
     Attributes:
         tensor: The number of its tensor in the first and in the second column.
         buffer: The number of its buffer.
-        entry: Its entry in vectors with one entry for one or more pieces.
+        entry: Its index in vectors such as ``active``, in which several pieces may share an entry.
         shape: Its shape.
         start, strides: Its first element and its strides in the tensors.
         buffer_start, buffer_strides: Likewise in the buffer.
@@ -69,16 +70,16 @@ class Place(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What a launch is told of the tensors of its rows.
+    """The table of a launch and the addresses of its tensors.
 
     Attributes:
         table: The table, on the device.
-        bases: The addresses of the tensors, on the device; the same memory from step to step.
+        bases: The addresses of the tensors, on the device, in the same memory in every step.
         rows: The number of rows.
         programs: The number of programs.
         version: See `PieceRows`.
-        addresses: The addresses in ``bases``.
-        buffers: Those of the buffers.
+        addresses: The addresses in ``bases``, on the CPU.
+        buffers: The addresses of the buffers among them.
     """
 
     table: Tensor
@@ -91,7 +92,7 @@ class Located(NamedTuple):
 
 
 class PieceRows:
-    """The rows of pieces that one launch works on, and what it needs of them on a device; see `WIDTH`.
+    """The rows of the pieces that one launch works on, with their table on each device; see `WIDTH`.
 
     Args:
         places: The pieces, of at most three dims (`in_three_dims`). Empty ones are left out.
@@ -99,15 +100,15 @@ class PieceRows:
 
     Attributes:
         blocks: See above.
-        number: A number by which operators name this object, as torch's operators take no others (`rows_of`).
+        number: The number of this object, since operators of torch take no Python objects (`rows_of`).
         numels: The number of elements of each piece.
-        version: Whatever stays the same object as long as all tensors but buffers are where they were; None if that is
-            unknown. Then `of` looks at the addresses of all tensors.
+        version: Set by the caller. As long as it is the same object, no tensor except buffers has moved, and `of`
+            compares the addresses of the buffers alone. None: `of` compares all addresses.
     """
 
     def __init__(self, places: Sequence[Place], blocks: int = BLOCKS) -> None:
-        self._places = [place for place in places if 0 not in place.shape]
-        self.blocks, self.numels = blocks, [math.prod(place.shape) for place in self._places]
+        self._places = [piece for piece in places if 0 not in piece.shape]
+        self.blocks, self.numels = blocks, [math.prod(piece.shape) for piece in self._places]
         self.version: object = None
         self._tables: dict[object, tuple[Tensor, int, int]] = {}
         self._last: dict[object, Located] = {}
@@ -119,18 +120,18 @@ class PieceRows:
         return len(self.numels)
 
     def of(self, *columns: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> Located:
-        """Return what the launch is told of the tensors.
+        """Return the table for tensors, and bring their addresses on the device up to date.
 
         Args:
             columns: The tensors of each column but the last, on one device, in the same order.
             buffers: The tensors of the last column.
         """
         device = device_of(columns[0][0])
-        where = device, stream_of(device)  # the stream that has written them
-        last, there = self._last.get(where), [*map(Tensor.data_ptr, buffers)]
-        if last is not None and last.version is self.version is not None and last.buffers == there:
+        key = device, stream_of(device)  # the stream that has written them
+        last, buffer_addresses = self._last.get(key), [*map(Tensor.data_ptr, buffers)]
+        if last is not None and last.version is self.version is not None and last.buffers == buffer_addresses:
             return last
-        addresses = [*map(Tensor.data_ptr, chain(*columns)), *there]
+        addresses = [*map(Tensor.data_ptr, chain(*columns)), *buffer_addresses]
         numbers = torch.frombuffer(array("q", addresses), dtype=torch.int64)
         if last is None or len(last.addresses) != len(addresses):
             bases = pinned(numbers, device)
@@ -139,13 +140,13 @@ class PieceRows:
             if last.addresses != addresses:
                 rewrite(bases, numbers)
         aligned = not any([address % _ALIGNMENT for address in addresses])
-        if (*where, aligned) not in self._tables:
+        if (*key, aligned) not in self._tables:
             encoded, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
             table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)
-            self._tables[*where, aligned] = table, len(encoded) // WIDTH, programs
-        table, rows, programs = self._tables[*where, aligned]
-        self._last[where] = Located(table, bases, rows, programs, self.version, addresses, there)
-        return self._last[where]
+            self._tables[*key, aligned] = table, len(encoded) // WIDTH, programs
+        table, rows, programs = self._tables[*key, aligned]
+        self._last[key] = Located(table, bases, rows, programs, self.version, addresses, buffer_addresses)
+        return self._last[key]
 
     def _encoded(self, firsts: Sequence[int], *, aligned: bool) -> tuple[array[int], int]:
         """Return the numbers of all rows, and how many programs work on them.
@@ -155,10 +156,10 @@ class PieceRows:
             aligned: Whether all addresses are multiples of 16.
         """
         numbers, programs = array("q"), 0
-        for place in self._places:
-            bases = place.tensor, firsts[1] + place.tensor, firsts[-1] + place.buffer
-            for kind, starts, lengths, strides in _forms(place, aligned=aligned):
-                numbers.extend((*bases, place.entry, programs, kind, *starts, *lengths, *strides))
+        for piece in self._places:
+            bases = piece.tensor, firsts[1] + piece.tensor, firsts[-1] + piece.buffer
+            for kind, starts, lengths, strides in _forms(piece, aligned=aligned):
+                numbers.extend((*bases, piece.entry, programs, kind, *starts, *lengths, *strides))
                 planes, rows, cols = lengths
                 blocks = planes * -(-rows // (STRIDED_ROWS if kind == STRIDED else ROWS)) * -(-cols // COLS)
                 programs -= -blocks // self.blocks
@@ -190,9 +191,9 @@ def in_three_dims(shape: Sizes, *strides: Sizes) -> Sequence[Sizes] | None:
     return tuple(zip(*dims, strict=True)) if dims else ((),) * (1 + len(strides))
 
 
-def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
+def _forms(piece: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, Sizes]]:
     """Yield kind, starts, lengths and strides of the rows of a piece, those of the tensors before the buffer's."""
-    dims = in_three_dims(place.shape, place.strides, place.buffer_strides)
+    dims = in_three_dims(piece.shape, piece.strides, piece.buffer_strides)
     assert dims is not None
     shape, a, b = dims
     if len(shape) > 1 and a[-2] == 1 != a[-1]:  # neighbors in memory to neighboring threads
@@ -208,7 +209,7 @@ def _forms(place: Place, *, aligned: bool) -> Iterator[tuple[int, Sizes, Sizes, 
         missing = 3 - len(sizes[0])
         lengths = (1,) * missing + sizes[0]
         a, b = ((0,) * missing + steps for steps in sizes[1:])
-        starts = place.start + skipped, place.buffer_start + skipped
+        starts = piece.start + skipped, piece.buffer_start + skipped
         kind = STRIDED
         if aligned and a[2] == 1 and not any(number % _ALIGNMENT for number in (*starts, lengths[2], *a[:2], b[0])):
             if b[2] == 1 and not b[1] % _ALIGNMENT:

@@ -32,14 +32,14 @@ def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.conste
     col = tl.arange(0, COLS)
     inside = (row[:, None] < rows) & (col[None, :] < cols)
     places = row[:, None] + col[None, :] * rows if TALL else row[:, None] * cols + col[None, :]
-    given = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    entries = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     # The power of two that takes the largest entry near 1, of an exponent whose negative is one too.
-    bits = tl.max(tl.max(tl.abs(given), 1), 0).to(tl.int32, bitcast=True) >> 23
+    bits = tl.max(tl.max(tl.abs(entries), 1), 0).to(tl.int32, bitcast=True) >> 23
     power = ((254 - tl.minimum(tl.maximum(bits, 1), 253)) << 23).to(tl.float32, bitcast=True)
-    held = (given * power).to(tl.bfloat16)
+    iterate = (entries * power).to(tl.bfloat16)
     # ν² is the trace of X Xᵀ, so that the order of that sum is the product's, however the matrix lies in memory. As one
     # line of numbers, because Triton 3.7 fails for sm_100 where both dims of a product are summed.
-    squares = tl.where(row[:, None] == row[None, :], tl.dot(held, tl.trans(held)), 0.0)
+    squares = tl.where(row[:, None] == row[None, :], tl.dot(iterate, tl.trans(iterate)), 0.0)
     total = tl.sum(tl.reshape(squares, (_ROWS * _ROWS,)), 0)
     # 1/∞ is 0, and the ∞ in X Xᵀ times 0 is NaN, which is everywhere after a step.
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.where(total == 0, 1.0, total)))
@@ -51,11 +51,11 @@ def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.conste
             a = tl.where(step == number, POLYNOMIALS[3 * number], a)
             b = tl.where(step == number, POLYNOMIALS[3 * number + 1], b)
             c = tl.where(step == number, POLYNOMIALS[3 * number + 2], c)
-        gram = (tl.dot(held, tl.trans(held)) * (inverse * inverse)).to(tl.bfloat16)
+        gram = (tl.dot(iterate, tl.trans(iterate)) * (inverse * inverse)).to(tl.bfloat16)
         factor = (tl.dot(gram, gram) * c + b * gram.to(tl.float32)).to(tl.bfloat16)
         scale = tl.where(step == STEPS - 1, inverse, 1.0)
-        held = ((tl.dot(factor, held) + a * held.to(tl.float32)) * scale).to(tl.bfloat16)
-    tl.store(out + places, held.to(out.dtype.element_ty), mask=inside)
+        iterate = ((tl.dot(factor, iterate) + a * iterate.to(tl.float32)) * scale).to(tl.bfloat16)
+    tl.store(out + places, iterate.to(out.dtype.element_ty), mask=inside)
 
 
 def orthogonalizing(x: Tensor, out: Tensor, polynomials: Sequence[float]) -> Launch:

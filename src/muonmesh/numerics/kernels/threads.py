@@ -43,7 +43,7 @@ _VIEWS = 512
 
 def thread_count() -> int:
     """Return how many threads may work for this thread: torch's number, also inside of `alone`."""
-    return getattr(_mine, "count", None) or torch.get_num_threads()
+    return getattr(_thread_local, "count", None) or torch.get_num_threads()
 
 
 @contextmanager
@@ -54,24 +54,24 @@ def _threads(of_torch: int | None, *, count: int | None = None) -> Iterator[None
         of_torch: The threads of an operation; None: `thread_count`.
         count: What `thread_count` returns; None: what it returned before.
     """
-    before, inside = getattr(_mine, "count", None), count or thread_count()
+    before, inside = getattr(_thread_local, "count", None), count or thread_count()
     of_torch = of_torch or inside
     if count is None and torch.get_num_threads() == of_torch:
         yield
         return
-    _mine.count = inside
+    _thread_local.count = inside
     restore = _limit(of_torch)
     try:
         yield
     finally:
-        _mine.count = before
+        _thread_local.count = before
         restore()
 
 
 alone = partial(_threads, 1)
 """Have torch's operations on this thread run on this thread only, inside a block."""
 
-together = partial(_threads, None)
+all_threads = partial(_threads, None)
 """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
 
 
@@ -184,11 +184,11 @@ def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     Raises:
         BaseException: the first error of a task, or Ctrl-C. Then the tasks that have not begun do not run.
     """
-    left, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
+    unclaimed, lock, errors = iter(tasks), threading.Lock(), list[BaseException]()
 
     def claimed() -> Callable[[], object] | None:
         with lock:
-            return None if errors else next(left, None)
+            return None if errors else next(unclaimed, None)
 
     def work() -> None:
         try:
@@ -225,7 +225,7 @@ def _begin() -> None:
 
 _pools: WeakValueDictionary[int, ThreadPoolExecutor] = WeakValueDictionary()
 _lock = threading.Lock()
-_mine = threading.local()
+_thread_local = threading.local()
 
 
 def _helpers(count: int) -> ThreadPoolExecutor:
@@ -234,14 +234,14 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     Each caller holds the pool that it used last. A pool that no caller holds any more ends its threads, which frees
     their memory. Others end before the interpreter does.
     """
-    pool: ThreadPoolExecutor | None = getattr(_mine, "pool", None)
-    if pool is None or _mine.key != (os.getpid(), count):
-        _mine.pool = None
+    pool: ThreadPoolExecutor | None = getattr(_thread_local, "pool", None)
+    if pool is None or _thread_local.key != (os.getpid(), count):
+        _thread_local.pool = None
         with _lock:
             pool = _pools.get(count)
             if pool is None:
                 pool = _pools[count] = ThreadPoolExecutor(count - 1, "muonmesh", _begin)
-        _mine.pool, _mine.key = pool, (os.getpid(), count)
+        _thread_local.pool, _thread_local.key = pool, (os.getpid(), count)
     return pool
 
 
@@ -277,18 +277,21 @@ def _libraries() -> _Libraries | None:
     `torch.set_num_threads` sets OpenMP's and MKL's numbers of this thread, and also the number that threads take which
     start later, and those are not ours.
     """
-    own = ctypes.CDLL(torch._C.__file__)
-    mkl = getattr(own, "MKL_Set_Num_Threads_Local", None)
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    mkl = getattr(torch_library, "MKL_Set_Num_Threads_Local", None)
     if mkl is None and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return None
     count = torch.get_num_threads()
-    for library in (ctypes.CDLL(None), own):  # the first has a library that was preloaded, which goes before torch's
+    for library in (
+        ctypes.CDLL(None),
+        torch_library,
+    ):  # the first has a library that was preloaded, which goes before torch's
         openmp = getattr(library, "omp_set_num_threads", None)
         if openmp is not None:
             openmp(count + 1)
-            taken = torch.get_num_threads()
+            effective = torch.get_num_threads()
             openmp(count)
-            if taken == count + 1:
+            if effective == count + 1:
                 return _Libraries(openmp, mkl)
     return None
 
@@ -315,20 +318,20 @@ def _limit(count: int) -> Callable[[], object]:
 
 def keep(key: Hashable, make: Callable[[], T]) -> T:
     """Return the object that ``make`` returned for this key in this thread; ``make`` runs at the first call only."""
-    kept: dict[Hashable, object] = _mine.__dict__.setdefault("kept", {})
-    if key not in kept:
-        kept[key] = make()
-    return cast(T, kept[key])
+    objects: dict[Hashable, object] = _thread_local.__dict__.setdefault("kept", {})
+    if key not in objects:
+        objects[key] = make()
+    return cast(T, objects[key])
 
 
 def forget() -> None:
     """Drop all objects that `keep` holds for this thread."""
-    _mine.__dict__.pop("kept", None)
+    _thread_local.__dict__.pop("kept", None)
 
 
 def abandon_scratch() -> None:
     """Make `scratch` take new memory in this thread: messages of an interrupted step may still arrive in the old."""
-    _mine.__dict__.pop("scratch", None)
+    _thread_local.__dict__.pop("scratch", None)
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -340,17 +343,19 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     shape = shape if isinstance(shape, tuple) else tuple(shape)
-    kept: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = _mine.__dict__.setdefault("scratch", {})
-    views = kept.get((role, dtype))
+    views_by_role: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = (
+        _thread_local.__dict__.setdefault("scratch", {})
+    )
+    views = views_by_role.get((role, dtype))
     if views is not None and (view := views.get(shape)) is not None:
         return view
     numel = math.prod(shape)
     memory = None if views is None else views[None]
     if memory is None or memory.numel() < numel or views is None or len(views) > _VIEWS:
-        kept.pop((role, dtype), None)
+        views_by_role.pop((role, dtype), None)
         if memory is None or memory.numel() < numel:
             del memory, views  # first, so that both are never there at once
             memory = torch.empty(numel, dtype=dtype, device=device)
-        views = kept[role, dtype] = {None: memory}
+        views = views_by_role[role, dtype] = {None: memory}
     view = views[shape] = memory[:numel].view(shape)
     return view

@@ -34,8 +34,8 @@ def is_usable(device: torch.device) -> bool:
         from muonmesh.numerics.kernels.rows import PieceRows, Place
         from muonmesh.numerics.kernels.threads import keep
 
-        one, found = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
-        mark_nonzero(keep("trial", lambda: PieceRows([Place(0, 0, 0, (1,), 0, (1,), 0, (1,))])), [one], found)
+        trial, nonzero = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+        mark_nonzero(keep("trial", lambda: PieceRows([Place(0, 0, 0, (1,), 0, (1,), 0, (1,))])), [trial], nonzero)
     except Exception as error:  # compilers, drivers and loaders each raise their own
         warnings.warn(
             f"triton: found a package that runs no kernel on {device} ({type(error).__name__}: {error}); needed one "

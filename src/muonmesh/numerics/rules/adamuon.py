@@ -67,7 +67,7 @@ class AdaMuonRule(MuonRule):
 
     def _paced(self, update: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """Return the new v and Ô, in the update's dtype."""
-        kept = state["second_moment"]
-        second = kept.to(torch.promote_types(kept.dtype, update.dtype))
+        stored = state["second_moment"]
+        second = stored.to(torch.promote_types(stored.dtype, update.dtype))
         second = second.lerp(update.to(second.dtype).square(), 1 - self.beta2)
         return second, update / (second.sqrt() + self.eps).to(update.dtype)

@@ -45,10 +45,10 @@ class AdamWRule(ElementwiseRule):
         """Step by torch's AdamW; see `ElementwiseRule.step`."""
         fused, (beta1, beta2), decay = weights[0].device.type == "cuda", self.betas, self.weight_decay
         if stop is not None and not fused:  # only torch's fused kernels have a mask
-            held = [*weights, *chain(*state.values()), *counts]
-            before = [tensor.clone() for tensor in held]
+            written = [*weights, *chain(*state.values()), *counts]
+            before = [tensor.clone() for tensor in written]
             squares = self.step(weights, gradients, state, counts, stop=None, measured=measured)
-            for tensor, old in zip(held, before, strict=True):
+            for tensor, old in zip(written, before, strict=True):
                 tensor.copy_(torch.where(stop, old, tensor))
             return squares
         if decay and self.decay_mode == "cautious":

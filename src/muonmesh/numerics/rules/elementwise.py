@@ -64,14 +64,15 @@ class ElementwiseRule(Hyperparameters):
         squares = []
         for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             wide = torch.promote_types(weight.dtype, torch.float32)
-            held = {key: tensors[number] for key, tensors in state.items()}
-            kept = {key: tensor.to(wide, copy=True) for key, tensor in held.items()}
+            stored = {key: tensors[number] for key, tensors in state.items()}
+            updated = {key: tensor.to(wide, copy=True) for key, tensor in stored.items()}
             count, fresh = counts[number] + 1, weight.to(wide, copy=True)
-            step = self.update(gradient.to(wide), kept, count)
+            step = self.update(gradient.to(wide), updated, count)
             self.decay(fresh, step)
             step = step * self.lr
             fresh.sub_(step)
-            for old, new in [(weight, fresh), (counts[number], count), *((held[key], kept[key]) for key in held)]:
+            pairs = [(weight, fresh), (counts[number], count), *((stored[key], updated[key]) for key in stored)]
+            for old, new in pairs:
                 old.copy_(new if stop is None else torch.where(stop, old, new.to(old.dtype)))
             if measured:
                 squares.append(step.double().square().sum())

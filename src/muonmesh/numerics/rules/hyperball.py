@@ -53,8 +53,8 @@ class HyperballRule(MuonRule):
     ) -> None:
         """Step along the update, and scale the weights back to their initial norm."""
         ww, wu, uu = sums
-        kept = state["initial_norm"]
-        radius = torch.where(kept > 0, kept, ww.sqrt())
+        initial = state["initial_norm"]
+        radius = torch.where(initial > 0, initial, ww.sqrt())
         # An update of zeros has no direction, so it changes nothing.
         step = torch.where(uu == 0, 0.0, self.lr * self.extra_scale_factor * radius / uu.sqrt())
         after = ww - 2 * step * wu + step * step * uu

@@ -41,10 +41,10 @@ class NorMuonRule(MuonRule):
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return the momentum and the second moments."""
-        kept: dict[str, KeptAs] = {"momentum_buffer": "momentum", "row_second_moment": "rows"}
+        kinds: dict[str, KeptAs] = {"momentum_buffer": "momentum", "row_second_moment": "rows"}
         if self.side == "longer":  # one parameter may consist of tall and wide matrices
-            kept["col_second_moment"] = "cols"
-        return kept
+            kinds["col_second_moment"] = "cols"
+        return kinds
 
     def whole(self, update: Tensor, state: State) -> Tensor:
         """Return the matrices with rows (or columns) of equal running norm."""

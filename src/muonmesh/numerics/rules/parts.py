@@ -48,16 +48,16 @@ def fold(
     if into is not None and not into.is_contiguous() and into.device.type == "cpu":
         # The cast comes before the transpose: on a CPU, torch transposes fast only within one dtype.
         flat = scratch("direction", into.shape, dtype=into.dtype, device=into.device)
-    for g, *held in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
-        kept = dict(zip(state, held, strict=False))  # without what the direction goes to
+    for g, *views in in_cache(gradient, *state.values(), *(() if flat is None else (flat,))):
+        momenta = dict(zip(state, views, strict=False))  # without what the direction goes to
         if folds:
-            fresh = kept if active is None else {key: value.clone() for key, value in kept.items()}
+            fresh = momenta if active is None else {key: value.clone() for key, value in momenta.items()}
             rule.fold(g, MappingProxyType(fresh))
             if active is not None:
-                for key, value in kept.items():
+                for key, value in momenta.items():
                     torch.where(active, fresh[key], value, out=value)
         if flat is not None:
-            held[-1].copy_(rule.direction(g, kept))
+            views[-1].copy_(rule.direction(g, momenta))
     if into is not None and flat is not None and flat is not into:
         if into.ndim == 2:  # torch transposes fast only into contiguous memory
             into, flat = into.mT, flat.mT
@@ -96,19 +96,19 @@ def change_whole(
     def oriented(stored: Tensor) -> Tensor:
         return stored.view(rows, cols) if rows <= cols else stored.view(cols, rows).mT
 
-    def given(role: str, stored: Tensor) -> Tensor:
-        found = scratch(role, (1, rows, cols), dtype=exact, device=stored.device)
-        found[0].copy_(oriented(stored))
-        return found
+    def copied(role: str, stored: Tensor) -> Tensor:
+        copy = scratch(role, (1, rows, cols), dtype=exact, device=stored.device)
+        copy[0].copy_(oriented(stored))
+        return copy
 
     def change() -> None:
-        seen = {} if direction is None else {"direction": given("direction", direction)}
-        found = part(given("whole", matrix), MappingProxyType({**state, **seen}))
-        if found.shape != (1, rows, cols):
-            told = f"a result of shape {tuple(found.shape)}"
-            raise ValueError(explain_error(part.__qualname__, told, f"the shape of its matrix, {(1, rows, cols)}"))
+        extra = {} if direction is None else {"direction": copied("direction", direction)}
+        changed = part(copied("whole", matrix), MappingProxyType({**state, **extra}))
+        if changed.shape != (1, rows, cols):
+            shape = f"a result of shape {tuple(changed.shape)}"
+            raise ValueError(explain_error(part.__qualname__, shape, f"the shape of its matrix, {(1, rows, cols)}"))
         # Cast before transposing: torch transposes fast only within one dtype.
-        oriented(matrix).copy_(found[0].to(matrix.dtype))
+        oriented(matrix).copy_(changed[0].to(matrix.dtype))
 
     run_on_one_thread(change, device=matrix.device)
 
@@ -122,7 +122,7 @@ def apply(
     scale: float,
     active: Tensor | None = None,
     sums: tuple[Tensor, ...] = (),
-    told: Mapping[str, Tensor] | None = None,
+    matrix_state: Mapping[str, Tensor] | None = None,
     squares: list[Tensor] | None = None,
     rounded: Tensor | None = None,
 ) -> None:
@@ -136,7 +136,7 @@ def apply(
         scale: Update scale of the *whole* matrix that the update is a part of.
         active: 0-d bool tensor; if it is false, nothing changes. None means true.
         sums: The sums of the `Rule.summands` over the whole matrix, 0-d fp64 each.
-        told: The state of kind "matrix", 0-d fp64 each, if there are sums.
+        matrix_state: The state of kind "matrix", 0-d fp64 each, if there are sums.
         squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
         rounded: The weights of lower precision, of the same shape, which master weights follow (`follow`) and are then
             rounded to; None if there are no master weights.
@@ -144,19 +144,19 @@ def apply(
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
     stored = () if rounded is None else (rounded,)
-    for p, u, *held in in_cache(weights, _contiguous(update), *state.values(), *stored):
-        low = held.pop() if stored else None
+    for p, u, *views in in_cache(weights, _contiguous(update), *state.values(), *stored):
+        low = views.pop() if stored else None
         if low is not None:
             follow(p, low)
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
-        kept = dict(zip(state, held if active is None else [value.clone() for value in held], strict=True))
-        rule.apply(fresh, wide, size, MappingProxyType({**kept, **(told or {})}), sums)
+        updated = dict(zip(state, views if active is None else [value.clone() for value in views], strict=True))
+        rule.apply(fresh, wide, size, MappingProxyType({**updated, **(matrix_state or {})}), sums)
         if squares is not None:
             squares.append(wide.double().square_().sum())
         if active is not None:
             torch.where(active, fresh.to(p.dtype), p, out=p)
-            for old, new in zip(held, kept.values(), strict=True):
+            for old, new in zip(views, updated.values(), strict=True):
                 torch.where(active, new, old, out=old)
         elif fresh is not p:
             p.copy_(fresh)
@@ -206,26 +206,26 @@ def summands(rule: Rule, weights: Tensor, update: Tensor, state: State, *, scale
     """
     size = rule.lr * scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
-    for p, u, *held in in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
+    for p, u, *views in in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
         wide = spare(u, dtype).copy_(u)
-        found = rule.summands(p.to(dtype), wide, size, dict(zip(state, held, strict=True)))
-        yield [some.double() for some in found]
+        terms = rule.summands(p.to(dtype), wide, size, dict(zip(state, views, strict=True)))
+        yield [term.double() for term in terms]
 
 
 def side_by_side(role: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape and dtype as one, (n, *shape), in the thread's own memory."""
     first = tensors[0]
     shape = len(tensors), *first.shape
-    together = scratch(f"side by side, {role}", shape, dtype=first.dtype, device=first.device)
-    return torch.stack(list(tensors), out=together)
+    stacked = scratch(f"side by side, {role}", shape, dtype=first.dtype, device=first.device)
+    return torch.stack(list(tensors), out=stacked)
 
 
-def give_back(together: Tensor, tensors: list[Tensor]) -> None:
+def give_back(stacked: Tensor, tensors: list[Tensor]) -> None:
     """Copy the parts of a `side_by_side` tensor back to their tensors, rounded to their dtype."""
-    if together.dtype == tensors[0].dtype:
-        torch.unbind_copy(together, out=tensors)
+    if stacked.dtype == tensors[0].dtype:
+        torch.unbind_copy(stacked, out=tensors)
     else:
-        torch._foreach_copy_(tensors, list(together.unbind()))
+        torch._foreach_copy_(tensors, list(stacked.unbind()))
 
 
 def spare(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -65,36 +65,14 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             `Rule.apply`, has a method whose name is nearly that of a method of `Rule`, or is an `ElementwiseRule`
             without `ElementwiseRule.update`.
     """
-    where = f"register_rule({algorithm!r})"
+    subject = f"register_rule({algorithm!r})"
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
         if algorithm in _OWN:
             write = f'Write @register_rule("my-{algorithm}")'
-            raise ValueError(explain_error(where, "a rule of muonmesh with this name", "a name of its own", write))
-        derived = isinstance(rule, type) and issubclass(rule, (Rule, ElementwiseRule))
-        if not (derived and "__dataclass_fields__" in vars(rule)):
-            needed, write = (
-                "a dataclass derived from muonmesh.Rule",
-                "Write @dataclass(frozen=True) between @register_rule",
-            )
-            raise TypeError(explain_error(where, f"{rule!r}", needed, f"{write} and the class"))
-        if issubclass(rule, Rule) and rule.overrides("summands") and not rule.overrides("apply"):
-            needed = "both: what summands returns is added up and given to apply"
-            found = f"summands of {rule.__name__} without apply"
-            raise TypeError(
-                explain_error(where, found, needed, "Write def apply(self, weights, update, size, state, sums)")
-            )
-        own = (ElementwiseRule.update, ElementwiseRule.step)
-        if issubclass(rule, ElementwiseRule) and (rule.update, rule.step) == own:
-            write = "Write def update(self, gradient, state, count), which returns the step of each element"
-            found = f"{rule.__name__} without an update of its own"
-            raise TypeError(explain_error(where, found, "one, which says what a step is", write))
-        parts = [name for name in dir(Rule if issubclass(rule, Rule) else ElementwiseRule) if not name.startswith("_")]
-        for name in vars(rule).keys() - parts - {field.name for field in fields(rule)}:
-            if not name.startswith("_") and (meant := get_close_matches(name, parts, 1, 0.8)):
-                needed = f"a part that a step calls, such as {meant[0]!r}"
-                write = f"Rename it to {meant[0]}, or to a name that begins with an underscore"
-                raise TypeError(explain_error(where, f"{rule.__name__}.{name}", needed, write))
+            raise ValueError(explain_error(subject, "a rule of muonmesh with this name", "a name of its own", write))
+        for fault, needed, write in _faults(rule):
+            raise TypeError(explain_error(subject, fault, needed, write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
             check_keeps(by_defaults(rule))
         RULES[algorithm] = rule
@@ -103,15 +81,37 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
     return register
 
 
+def _faults(rule: type) -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong with a class as a rule, what is needed, and what to write."""
+    derived = isinstance(rule, type) and issubclass(rule, Rule | ElementwiseRule)
+    if not (derived and "__dataclass_fields__" in vars(rule)):
+        needed = "a dataclass derived from muonmesh.Rule"
+        yield f"{rule!r}", needed, "Write @dataclass(frozen=True) between @register_rule and the class"
+        return
+    if issubclass(rule, Rule) and rule.overrides("summands") and not rule.overrides("apply"):
+        needed = "both: what summands returns is added up and given to apply"
+        write = "Write def apply(self, weights, update, size, state, sums)"
+        yield f"summands of {rule.__name__} without apply", needed, write
+    inherited = (ElementwiseRule.update, ElementwiseRule.step)
+    if issubclass(rule, ElementwiseRule) and (rule.update, rule.step) == inherited:
+        write = "Write def update(self, gradient, state, count), which returns the step of each element"
+        yield f"{rule.__name__} without an update of its own", "one, which says what a step is", write
+    parts = [name for name in dir(Rule if issubclass(rule, Rule) else ElementwiseRule) if not name.startswith("_")]
+    for name in vars(rule).keys() - parts - {field.name for field in fields(rule)}:
+        if not name.startswith("_") and (meant := get_close_matches(name, parts, 1, 0.8)):
+            write = f"Rename it to {meant[0]}, or to a name that begins with an underscore"
+            yield f"{rule.__name__}.{name}", f"a part that a step calls, such as {meant[0]!r}", write
+
+
 def by_defaults(rule: type[AnyRule]) -> AnyRule:
     """Return a rule with the defaults of its fields; fields without a default are not set."""
-    found = object.__new__(rule)
+    instance = object.__new__(rule)
     for field in fields(rule):
         if field.default is not MISSING:
-            object.__setattr__(found, field.name, field.default)
+            object.__setattr__(instance, field.name, field.default)
         elif field.default_factory is not MISSING:
-            object.__setattr__(found, field.name, field.default_factory())
-    return found
+            object.__setattr__(instance, field.name, field.default_factory())
+    return instance
 
 
 def is_known(algorithm: str) -> bool:
@@ -125,22 +125,22 @@ def is_known(algorithm: str) -> bool:
     """
     if algorithm in RULES:
         return True
-    found = entry_points(group=ENTRY_POINTS, name=algorithm)
-    if not found:
+    declared = entry_points(group=ENTRY_POINTS, name=algorithm)
+    if not declared:
         return False
-    if len(found) > 1:
-        names = ", ".join(entry.value for entry in found)
+    if len(declared) > 1:
+        names = ", ".join(entry.value for entry in declared)
         raise ValueError(explain_error(f"algorithm {algorithm!r}", f"several packages with it: {names}", "one"))
-    (entry,) = found
-    where, needed = f"the entry point {entry.name} = {entry.value}", "a rule registered by this name"
+    (entry,) = declared
+    subject, needed = f"the entry point {entry.name} = {entry.value}", "a rule registered by this name"
     try:
         entry.load()
     except (ImportError, AttributeError) as error:
         write = "Correct it, and install the package again"
-        raise ValueError(explain_error(where, str(error), needed, write)) from error
+        raise ValueError(explain_error(subject, str(error), needed, write)) from error
     if algorithm not in RULES:
         write = f'Write @muonmesh.register_rule("{algorithm}") in front of the class'
-        raise ValueError(explain_error(where, "no such rule in what it imports", needed, write))
+        raise ValueError(explain_error(subject, "no such rule in what it imports", needed, write))
     return True
 
 

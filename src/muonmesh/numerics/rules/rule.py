@@ -76,7 +76,7 @@ class Hyperparameters:
         Raises:
             TypeError: the group lacks the key of a field without a default.
         """
-        values = {each.name: plain(group[key]) for key, each in _read(cls).items() if key in group}
+        values = {rule_field.name: plain(group[key]) for key, rule_field in _read(cls).items() if key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())
         return cls(**values)
@@ -92,8 +92,8 @@ class Hyperparameters:
         Raises:
             ValueError: a setting is out of range.
         """
-        for key, each in _read(type(self)).items():
-            setting, value = each.metadata.get("setting", Setting()), getattr(self, each.name)
+        for key, rule_field in _read(type(self)).items():
+            setting, value = rule_field.metadata.get("setting", Setting()), getattr(self, rule_field.name)
             if not setting.fits(value):
                 raise ValueError(explain_error(key, f"{value!r}", setting.needed))
 
@@ -120,7 +120,11 @@ class Hyperparameters:
 
 def _fields_read(rule: Any) -> dict[str, Field[Any]]:
     """Return the fields of a rule that are read from a group, by their keys. A key is the name, unless declared."""
-    return {each.metadata.get("key", each.name): each for each in fields(rule) if each.name != "phase"}
+    return {
+        rule_field.metadata.get("key", rule_field.name): rule_field
+        for rule_field in fields(rule)
+        if rule_field.name != "phase"
+    }
 
 
 _read: Callable[[Any], dict[str, Field[Any]]] = lru_cache(_fields_read)  # rules are few, and groups are read often
@@ -307,14 +311,14 @@ class Rule(Hyperparameters):
         if not self.overrides("summands"):
             return 0
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        kept = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
-        found: Any = self.summands(nothing, nothing.clone(), 1.0, kept)
-        if not isinstance(found, tuple) or not all(isinstance(x, Tensor) and x.shape == nothing.shape for x in found):
-            returned = f"{found!r} for weights of shape {tuple(nothing.shape)}"
+        state = {key: nothing for key, kind in self.keeps().items() if kind == "weights"}
+        terms: Any = self.summands(nothing, nothing.clone(), 1.0, state)
+        if not isinstance(terms, tuple) or not all(isinstance(x, Tensor) and x.shape == nothing.shape for x in terms):
+            returned = f"{terms!r} for weights of shape {tuple(nothing.shape)}"
             needed = "a tuple of tensors of the shape of the weights, which are added up later"
             write = "Write return (update.double().square(),)"
             raise TypeError(explain_error(f"{type(self).__name__}.summands", returned, needed, write))
-        return len(found)
+        return len(terms)
 
     @classmethod
     def overrides(cls, *methods: str) -> bool:
@@ -339,8 +343,8 @@ class Rule(Hyperparameters):
         orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out.
         """
         sized = {"whole", "scale", "apply"}
-        own = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("muonmesh."))
-        if not self.orthogonalizes or any(sized & vars(kind).keys() for kind in own):
+        own_classes = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("muonmesh."))
+        if not self.orthogonalizes or any(sized & vars(kind).keys() for kind in own_classes):
             return StepSize(math.nan, math.nan)
         spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
         return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
@@ -354,8 +358,8 @@ def check_keeps(rule: Hyperparameters) -> None:
     """
     for key, kind in rule.keeps().items() if isinstance(rule, Rule) else ():
         if not _KEPT_AS.fullmatch(str(kind)):
-            where, found = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
+            subject, fault = f"{type(rule).__name__}.keeps", f"{key!r} kept as {kind!r}"
             needed = '"momentum", "weights", "rows", "cols", "matrix" or two sizes: "rows×rows", "cols×cols", "rows×16"'
             close = difflib.get_close_matches(str(kind), ("momentum", "rows", "cols", "matrix"), 1)
             write = f"Write {{{key!r}: {next(iter(close), 'weights')!r}}}"
-            raise ValueError(explain_error(where, found, needed, write))
+            raise ValueError(explain_error(subject, fault, needed, write))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.ranks import settled
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import LayoutError, escaped, explain_error
 from muonmesh.groups import split_params
 from muonmesh.layout import Layout
@@ -227,18 +227,15 @@ class _Watch:
             muon = group["algorithm"] != "adamw"
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
             right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
-        ids_by_optimizer = [
-            {id(stepped) for group in optimizer.param_groups for stepped in group["params"]}
-            for optimizer in self.optimizers
-        ]
+        id_sets = [{id(p) for group in owner.param_groups for p in group["params"]} for owner in self.optimizers]
         for name, storage in self.storages.items():
-            holders = sum(id(self.weights[name]) in ids for ids in ids_by_optimizer)
+            holders = sum(id(self.weights[name]) in ids for ids in id_sets)
             self.facts[name] = _WeightFacts(storage.shape, storage.layout, holders, *right.get(name, (False, None)))
 
     def report(self) -> Audit:
         """Step, and return the report. All ranks call it."""
         facts: dict[str, _WeightFacts] = {}
-        for facts_of_rank in tell_all(self.facts):
+        for facts_of_rank in gather_objects(self.facts):
             for name, weight in facts_of_rank.items():
                 same = name not in facts or facts[name].shape == weight.shape
                 facts[name] = facts.get(name, weight) if same else replace(weight, shape=None)
@@ -264,7 +261,7 @@ class _Watch:
             layout = "" if weight.layout is None or world_size() == 1 else weight.layout.describe()
             numbers = judgement.matrices, judgement.like, size, judgement.rms, gradient, strength
             rows.append(AuditRow(name, shape, layout, judgement.verdict, *numbers, mend))
-        names = " and ".join(f"{type(weight).__module__}.{type(weight).__qualname__}" for weight in self.optimizers)
+        names = " and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in map(type, self.optimizers))
         return Audit(names, world_size(), scale, fit, raised, tuple(rows), self.guesses)
 
     def _norms(self) -> dict[str, float]:
@@ -304,24 +301,16 @@ class _Watch:
             return Judgement("unreadable")
         if bool(most.isfinite().all()) and not torch.equal(most, least):
             return Judgement("replicas differ", rms=float((most - least).square().mean().sqrt()))
-        judgement = judge(most, probing_gradient(name, shape, device), weight, facts.layout, facts.spec)
-        if facts.holders == 0 and judgement.verdict == "does not move":
-            return replace(judgement, verdict="not in the optimizer")
-        return (
-            replace(judgement, verdict="twice")
-            if facts.holders > 1 and judgement.verdict != "does not move"
-            else judgement
-        )
+        result = judge(most, probing_gradient(name, shape, device), weight, facts.layout, facts.spec)
+        if facts.holders == 0 and result.verdict == "does not move":
+            return replace(result, verdict="not in the optimizer")
+        return replace(result, verdict="twice") if facts.holders > 1 and result.verdict != "does not move" else result
 
 
 def _summed(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of numbers over all ranks, by name. All ranks call it."""
-    everyone = tell_all(numbers)
-    return {
-        name: sum(rank_numbers.get(name, 0.0) for rank_numbers in everyone)
-        for rank_numbers in everyone
-        for name in rank_numbers
-    }
+    everyone = gather_objects(numbers)
+    return {name: sum(of_rank.get(name, 0.0) for of_rank in everyone) for of_rank in everyone for name in of_rank}
 
 
 def best_scale(judgements: Sequence[Judgement]) -> tuple[str, float]:

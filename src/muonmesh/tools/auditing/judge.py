@@ -144,11 +144,9 @@ def candidates_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpe
         return []
     spec = ("whole" if len(shape) == 2 else "flatten") if spec is None else spec
     right = split_matrices("", shape, spec)
-    candidates: list[Candidate] = [("orthogonalized", right, partial(of_matrices, right))]
+    tries: list[Candidate] = [("orthogonalized", right, partial(of_matrices, right))]
     if layout is not None and len(layout.replica(layout.ranks[0])) > 1:
-        candidates.append(
-            ("each shard alone", split_matrices("", shape, of_a_shard(shape)), partial(of_shards, layout))
-        )
+        tries.append(("each shard alone", split_matrices("", shape, of_a_shard(shape)), partial(of_shards, layout)))
     listed = {tuple(matrix.blocks for matrix in right)}
     others: list[tuple[Verdict, MatrixSpec]] = [("as one matrix", "whole" if len(shape) == 2 else "flatten")]
     others += [("in blocks", "stack")] if len(shape) > 2 else []
@@ -160,8 +158,8 @@ def candidates_of(shape: tuple[int, ...], layout: Layout | None, spec: MatrixSpe
         blocks = tuple(matrix.blocks for matrix in matrices)
         if blocks not in listed and min(matrices[0].shape) > 1:
             listed.add(blocks)
-            candidates.append((verdict, matrices, partial(of_matrices, matrices)))
-    return candidates
+            tries.append((verdict, matrices, partial(of_matrices, matrices)))
+    return tries
 
 
 def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None, spec: MatrixSpec) -> Judgement:
@@ -180,13 +178,9 @@ def judge(step: Tensor, gradient: Tensor, weight: Tensor, layout: Layout | None,
     if not size:
         return Judgement("does not move", rms=0.0)
 
-    def without_decay(direction: Tensor) -> Tensor:
+    def without_decay(move: Tensor) -> Tensor:
         squared = float(weight.square().sum())
-        return (
-            direction - weight * (float((direction * weight).sum()) / squared)
-            if squared and weight.numel() >= 8
-            else direction
-        )
+        return move - weight * (float((move * weight).sum()) / squared) if squared and weight.numel() >= 8 else move
 
     down = without_decay(-step)
     rms = float(down.square().mean().sqrt())

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from muonmesh.checkpoint.record import boxes_of
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import Storage, local_of, world_size
-from muonmesh.comm.telling import tell_all
 from muonmesh.tools.local_part import local_part
 
 RANK = 64
@@ -43,10 +43,8 @@ def probing_gradient(name: str, shape: Sequence[int], device: torch.device) -> T
     else:
         *batch, rows, cols = shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
         rank = max(1, min(RANK, rows // 2, cols // 2))
-        left_factor, right = (
-            drawn((*batch, size, rank)) * torch.exp(1.5 * drawn((*batch, size, 1))) for size in (rows, cols)
-        )
-        gradient = (left_factor.to(device) @ right.to(device).mT).reshape(tuple(shape))
+        u, v = (drawn((*batch, size, rank)) * torch.exp(1.5 * drawn((*batch, size, 1))) for size in (rows, cols))
+        gradient = (u.to(device) @ v.to(device).mT).reshape(tuple(shape))
     unit: Tensor = (gradient / gradient.norm().clamp(min=torch.finfo(torch.float32).tiny)).to(device)
     return unit
 
@@ -81,14 +79,12 @@ def nested(optimizers: Iterable[Any]) -> list[Optimizer]:
     flattened: list[Optimizer] = []
     waiting = list(optimizers)
     while waiting:
-        optimizer = waiting.pop(0)
-        if isinstance(optimizer, list | tuple):
-            waiting += [inner for inner in optimizer if isinstance(inner, Optimizer)]
-        elif hasattr(optimizer, "param_groups") and all(optimizer is not other for other in flattened):
-            flattened.append(optimizer)
-            waiting += [
-                attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer | list | tuple)
-            ]
+        item = waiting.pop(0)
+        if isinstance(item, list | tuple):
+            waiting += [inner for inner in item if isinstance(inner, Optimizer)]
+        elif hasattr(item, "param_groups") and all(item is not other for other in flattened):
+            flattened.append(item)
+            waiting += [value for value in vars(item).values() if isinstance(value, Optimizer | list | tuple)]
     return flattened
 
 
@@ -104,9 +100,8 @@ def restored(optimizers: Sequence[Any], parameters: Mapping[str, Tensor]) -> Ite
     every_optimizer = nested(optimizers)
     states: list[Any] = [optimizer.state for optimizer in every_optimizer if "state" in vars(optimizer)]
     groups = [group for optimizer in every_optimizer for group in optimizer.param_groups]
-    saved_attributes = [
-        (attributes, dict(attributes)) for attributes in (*map(vars, every_optimizer), *states, *groups)
-    ]
+    every_dict = (*map(vars, every_optimizer), *states, *groups)
+    saved_attributes = [(attributes, dict(attributes)) for attributes in every_dict]
     devices = {parameter.device for parameter in parameters.values() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         try:
@@ -142,4 +137,4 @@ def step_all(optimizers: Iterable[Any]) -> str:
                 optimizer.step()
     except Exception as error:  # training would raise the same error
         raised = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return next((message for message in tell_all(raised) if message), "")
+    return next((message for message in gather_objects(raised) if message), "")

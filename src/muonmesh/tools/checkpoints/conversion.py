@@ -89,16 +89,14 @@ def convert(
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for single_source in sources for state in _opened(single_source, package)]
     orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
-    states_by_name: dict[str, ParameterState] = {}
+    states: dict[str, ParameterState] = {}
     for saved in opened:
         keys = PACKAGES[saved.package].state_keys
         for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
             for key, name in zip(group["params"], names, strict=True):
-                if (
-                    entry := saved.state.get(key)
-                ) and name not in states_by_name:  # another source may have the missing state
-                    states_by_name[name] = keys.read(name, group, entry)
-    return _state_dict(optimizer.param_groups, recipients, states_by_name, strict=strict)
+                if (entry := saved.state.get(key)) and name not in states:  # another source may have the missing state
+                    states[name] = keys.read(name, group, entry)
+    return _state_dict(optimizer.param_groups, recipients, states, strict=strict)
 
 
 # ---------------------------------------------------------------- muonmesh's optimizer
@@ -112,21 +110,21 @@ def _recipients(optimizer: Optimizer) -> dict[str, OptimizedParameter]:
         StateError: a parameter is a flat or declared shard, or its rule keeps more than momentum.
     """
     if not isinstance(getattr(optimizer, "_runtime", None), Runtime):
-        problem, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
-        raise TypeError(explain_error("optimizer", problem, "a muonmesh.Muon over the model", write))
+        fault, write = f"a {type(optimizer).__name__}", "Write convert(source, muonmesh.from_model(model))"
+        raise TypeError(explain_error("optimizer", fault, "a muonmesh.Muon over the model", write))
     recipients: dict[str, OptimizedParameter] = {}
     for member in placed_members(optimizer):
         algorithm = optimizer.param_groups[member.group]["algorithm"]
         if member.tensor.shape != torch.Size(member.storage.shape) and member.storage.mesh is None:
-            problem = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
+            fault = f"a flat or declared shard of shape {tuple(member.tensor.shape)}"
             needed = "a whole parameter or a DTensor"
             write = "Convert for the whole model, and load that with set_optimizer_state_dict"
-            raise StateError(explain_error(member.name, problem, needed, write))
+            raise StateError(explain_error(member.name, fault, needed, write))
         if algorithm != "adamw" and [*member.state_layouts] != ["momentum_buffer"]:
-            problem = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
+            fault = f"rule {algorithm!r}, which keeps {', '.join(member.state_layouts)}"
             needed = "momentum alone, which all packages keep"
             write = 'Write rule="muon", or train on with new state'
-            raise StateError(explain_error(member.name, problem, needed, write))
+            raise StateError(explain_error(member.name, fault, needed, write))
         recipients[member.name] = member
     return recipients
 
@@ -143,10 +141,10 @@ def _opened(source: Source, package: PackageName | None) -> list[SourceState]:
     if package is None and isinstance(source, Optimizer):
         package = groups_of(source)[0]
     if package not in PACKAGES:
-        problem = "no package, which a state dict does not tell" if package is None else repr(package)
+        fault = "no package, which a state dict does not tell" if package is None else repr(package)
         needed = "one of " + ", ".join(map(repr, PACKAGES))
         write = 'Write convert(source, optimizer, package="torch"), or whose state it is. State of muonmesh needs no '
-        raise ValueError(explain_error("package", problem, needed, f"{write}convert"))
+        raise ValueError(explain_error("package", fault, needed, f"{write}convert"))
     if isinstance(source, Optimizer):
         return _parts({"param_groups": source.param_groups, "state": source.state}, "source", package)
     if not isinstance(source, str | os.PathLike):
@@ -156,7 +154,7 @@ def _opened(source: Source, package: PackageName | None) -> list[SourceState]:
     return _parts(read_archive(source, needed=needed, remedy=write), str(source), package)
 
 
-def _parts(content: Any, subject: str, package: PackageName) -> list[SourceState]:
+def _parts(saved: Any, subject: str, package: PackageName) -> list[SourceState]:
     """Return the states in the result of an optimizer's ``state_dict``, after checking its form.
 
     The result may be nested: Megatron chains and wraps optimizers.
@@ -164,21 +162,19 @@ def _parts(content: Any, subject: str, package: PackageName) -> list[SourceState
     Raises:
         StateError: it has another form.
     """
-    if isinstance(content, list | tuple):
-        return [part for inner in content for part in _parts(inner, subject, package)]
-    if isinstance(content, Mapping) and "optimizer" in content and "param_groups" not in content:
-        return _parts(content["optimizer"], subject, package)
-    if isinstance(content, Mapping) and "state" in content and "param_groups" in content:
-        check_state_dict(subject, content, "Hand over what state_dict() returned, as it is")
-        return [SourceState(package, content["param_groups"], content["state"])]
-    keys = ", ".join(map(str, list(content)[:8])) if isinstance(content, Mapping) else ""
-    problem = (
-        keys or f"an empty {type(content).__name__}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-    )
+    if isinstance(saved, list | tuple):
+        return [part for inner in saved for part in _parts(inner, subject, package)]
+    if isinstance(saved, Mapping) and "optimizer" in saved and "param_groups" not in saved:
+        return _parts(saved["optimizer"], subject, package)
+    if isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved:
+        check_state_dict(subject, saved, "Hand over what state_dict() returned, as it is")
+        return [SourceState(package, saved["param_groups"], saved["state"])]
+    keys = ", ".join(map(str, list(saved)[:8])) if isinstance(saved, Mapping) else ""
+    fault = keys or f"an empty {type(saved).__name__}" if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
     needed = "what an optimizer's state_dict() returned: state and param_groups"
     write = "Write saved = torch.load(path, weights_only=True), and convert([saved[key], ...], optimizer, "
     write += "package=...) with its key, or with the keys of all optimizers"
-    raise StateError(explain_error(subject, problem, needed, write))
+    raise StateError(explain_error(subject, fault, needed, write))
 
 
 def _orders(
@@ -208,31 +204,29 @@ def _names(
     Raises:
         StateError: the state has no names, or names of other parameters than the recipients'.
     """
-    names_by_id = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
+    by_id = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
     names = []
     for number, group in enumerate(saved.groups):
         keys, order = group["params"], next(orders)
         if order is not None:
-            group_names = [
-                names_by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order
-            ]
-        elif all(id(key) in names_by_id for key in keys):  # an optimizer over this very model
-            group_names = [names_by_id[id(key)] for key in keys]
+            chosen = [by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
+        elif all(id(key) in by_id for key in keys):  # an optimizer over this very model
+            chosen = [by_id[id(key)] for key in keys]
         elif group.get("param_names"):
-            group_names = list(map(canonical_name, group["param_names"]))
+            chosen = list(map(canonical_name, group["param_names"]))
         else:
-            problem = f"{len(keys)} parameters in group {number} that have numbers instead of names"
+            fault = f"{len(keys)} parameters in group {number} that have numbers instead of names"
             needed = "their names, or the optimizer itself over the parameters of this model"
             write = "Write params=[...], for each group its parameters in the order in which that optimizer was given "
             write += "them"
-            raise StateError(explain_error("source", problem, needed, write))
-        strangers = [name for name in group_names if name not in recipients]
-        if len(group_names) != len(keys) or strangers:
-            problem = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(group_names[:4])}"
+            raise StateError(explain_error("source", fault, needed, write))
+        strangers = [name for name in chosen if name not in recipients]
+        if len(chosen) != len(keys) or strangers:
+            fault = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(chosen[:4])}"
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
-            raise StateError(explain_error("source", problem, needed, write))
-        names.append(_as_sorted(group_names, [saved.state.get(key, {}) for key in keys], recipients))
+            raise StateError(explain_error("source", fault, needed, write))
+        names.append(_as_sorted(chosen, [saved.state.get(key, {}) for key in keys], recipients))
     return names
 
 
@@ -248,10 +242,7 @@ def _as_sorted(
     saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
 
     def fits(order: Sequence[int]) -> bool:
-        return all(
-            not saved_shapes or shapes[number] in saved_shapes
-            for number, saved_shapes in zip(order, saved, strict=True)
-        )
+        return all(not allowed or shapes[number] in allowed for number, allowed in zip(order, saved, strict=True))
 
     original_order = range(len(names))
     order = sorted(original_order, key=lambda number: shapes[number], reverse=True)
@@ -264,7 +255,7 @@ def _as_sorted(
 def _state_dict(
     groups: Sequence[Mapping[str, Any]],
     recipients: Mapping[str, OptimizedParameter],
-    states_by_name: Mapping[str, ParameterState],
+    states: Mapping[str, ParameterState],
     *,
     strict: bool,
 ) -> dict[str, Any]:
@@ -276,7 +267,7 @@ def _state_dict(
         numbers = range(first, first + len(group["params"]))
         saved.append({"name": group["name"], "params": list(numbers), "param_names": list(group["param_names"])})
         for number, name in zip(numbers, group["param_names"], strict=True):
-            recipient, remembered = recipients[name], states_by_name.get(name)
+            recipient, remembered = recipients[name], states.get(name)
             if not strict and (remembered is None or remembered.algorithm != algorithm):
                 continue
             if remembered is None:
@@ -308,9 +299,9 @@ def _placed(recipient: OptimizedParameter, key: str, value: Tensor) -> Tensor:
     if value.shape != shape and len(shape) > 2 and value.shape == (shape[0], prod(shape[1:])):
         value = value.reshape(shape)  # a convolution that was flattened
     if value.shape != shape:
-        problem, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
+        fault, needed = f"{key} of shape {tuple(value.shape)}", f"{tuple(shape)}, that of the parameter"
         write = "Convert for the model that the state was saved with, whole or as DTensors"
-        raise StateError(explain_error(recipient.name, problem, needed, write))
+        raise StateError(explain_error(recipient.name, fault, needed, write))
     if isinstance(value, DTensor):
         if storage.mesh == value.device_mesh and storage.placements == tuple(value.placements):
             return value

@@ -60,23 +60,19 @@ def train(
     """
     from muonmesh.tools.cli.run import settings_of, train_run
 
-    given_options = {
-        name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    settings, resuming = settings_of(values, resume, given_options)
+    typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    settings, resuming = settings_of(values, resume, typed)
     raise SystemExit(train_run(settings, resuming=resuming))
 
 
 def parameters_of(kind: type) -> Iterator[inspect.Parameter]:
     """Yield a function parameter for each field of a class, in the form that typer reads."""
-    for name, (plain, declaration) in declared(kind).items():
-        shown_type = plain if declaration.parsed is None else declaration.parsed
+    for name, (plain, facts) in declared(kind).items():
+        shown_type = plain if facts.typed is None else facts.typed
         left_out = getattr(kind, name, inspect.Parameter.empty)
-        default = left_out if declaration.parsed is None else "auto" if "auto" in get_args(shown_type) else None
+        default = left_out if facts.typed is None else "auto" if "auto" in get_args(shown_type) else None
         names = (option(name),) if plain is bool else ()  # without a second option --no-...
-        about = typer.Option(
-            *names, help=declaration.help, rich_help_panel=declaration.panel, show_default=default is not None
-        )
+        about = typer.Option(*names, help=facts.help, rich_help_panel=facts.panel, show_default=default is not None)
         annotation = Annotated[shown_type, about]  # type: ignore[valid-type]
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -20,7 +20,7 @@ from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at,
 from muonmesh.checkpoint.manifest import read_manifest
 from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.save_load import checkpointed
-from muonmesh.comm.telling import agreed
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
 from muonmesh.step.state_layout import wrong_numbers
@@ -48,10 +48,7 @@ def is_whole(folder: Path) -> bool:
         stats = {name: os.stat(folder / name, follow_symlinks=False) for name in entries}
     except (OSError, FileError):
         return False
-    return all(
-        stat.S_ISREG(stat_of_file.st_mode) and stat_of_file.st_size == entries[name][0]
-        for name, stat_of_file in stats.items()
-    )
+    return all(stat.S_ISREG(status.st_mode) and status.st_size == entries[name][0] for name, status in stats.items())
 
 
 def forget_others(path: Path) -> None:
@@ -85,7 +82,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.last_step: int | None = None  # the step of the last checkpoint that this object knows
+        self.newest: int | None = None  # the step of the last checkpoint that this object knows
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, as rank 0 sees it, or None.
@@ -108,8 +105,8 @@ class Checkpoints:
                 note(f"{path}: found files missing or cut off; goes on from step {newest}")
             return newest
 
-        self.last_step = agreed(look, kind=FileError)[0]
-        return self.last_step
+        self.newest = results_of_all_ranks(look, kind=FileError)[0]
+        return self.newest
 
     def save(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Write a model and its optimizer, and then remove older checkpoints.
@@ -120,18 +117,14 @@ class Checkpoints:
             FileError: on every rank: the state is not finite, or the checkpoint could not be written. The last
                 checkpoint is unchanged.
         """
-        assurance = (
-            "No checkpoint was there yet"
-            if self.last_step is None
-            else f"The checkpoint of step {self.last_step} is kept"
-        )
-        on_every_rank(lambda: check_finite(optimizer, assurance))
+        hint = "No checkpoint was there yet" if self.newest is None else f"The checkpoint of step {self.newest} is kept"
+        on_every_rank(lambda: check_finite(optimizer, hint))
         try:
             save(self._folder(step), model, optimizer)
         except FileError as error:
-            raise FileError(f"{error}. {assurance}") from error
+            raise FileError(f"{error}. {hint}") from error
         on_first_rank(lambda: forget_others(self._folder(step)))
-        self.last_step = step
+        self.newest = step
 
     def load(self, step: int, model: nn.Module, optimizer: Muon) -> None:
         """Load a model and its optimizer.
@@ -145,12 +138,12 @@ class Checkpoints:
         return self.directory / f"{STEP}{step:08d}"
 
 
-def check_finite(optimizer: Muon, assurance: str) -> None:
+def check_finite(optimizer: Muon, hint: str) -> None:
     """Check that all tensors that this rank would save are finite.
 
     Args:
         optimizer: The optimizer, whose parameters and state would be saved.
-        assurance: A sentence for the message: which checkpoint is kept.
+        hint: A sentence for the message: which checkpoint is kept.
 
     Raises:
         FileError: a tensor is not finite; the message names the first.
@@ -159,7 +152,7 @@ def check_finite(optimizer: Muon, assurance: str) -> None:
         for name, share in record.shares():
             if any(wrong_numbers(name, box) for box in share.boxes.values()):
                 raise FileError(
-                    f"{name}: not finite, so it is not saved. {assurance}. Start again with a lower --lr or --adamw-lr"
+                    f"{name}: not finite, so it is not saved. {hint}. Start again with a lower --lr or --adamw-lr"
                 )
 
 

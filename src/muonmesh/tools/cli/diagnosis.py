@@ -111,52 +111,52 @@ def _is_run(path: Path) -> bool:
 
 
 def _run(run: Path) -> Diagnosis:
-    diagnosis = Diagnosis(str(run), A_RUN)
-    with diagnosis.noting():
+    result = Diagnosis(str(run), A_RUN)
+    with result.noting():
         load_settings(run)
-        diagnosis.settings = load_config(run)
-        diagnosis.notes += without_checkpoint(run)
+        result.settings = load_config(run)
+        result.notes += without_checkpoint(run)
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
         parts = [_folder(path) for _, path in numbered(directory)]
-        diagnosis.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
+        result.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
         leftovers = directory.glob(".*.writing")
-        diagnosis.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in leftovers]
-    if not diagnosis.faults and (not diagnosis.parts or any(part.whole for part in diagnosis.parts)):
-        begins = "goes on" if diagnosis.parts else "no checkpoint is there. The run begins again"
-        diagnosis.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
-    return diagnosis
+        result.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in leftovers]
+    if not result.faults and (not result.parts or any(part.whole for part in result.parts)):
+        begins = "goes on" if result.parts else "no checkpoint is there. The run begins again"
+        result.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
+    return result
 
 
 def _folder(path: Path) -> Diagnosis:
     """Return the diagnosis of a folder, which may be a checkpoint."""
     folder = found_at(path)
-    diagnosis = Diagnosis(str(path))
+    result = Diagnosis(str(path))
     names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
     if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
-        problem = f"{names[0]!r} in it" if names else "nothing in it"
+        content = f"{names[0]!r} in it" if names else "nothing in it"
         run = next((folder / name for name in names if _is_run(folder / name)), None)
         write = None if run is None else f"For a run in it, write: {shell_line('doctor', run)}"
-        diagnosis.faults = [explain_error(str(path), problem, CHECKED, write)]
-        return diagnosis
-    diagnosis.kind = OURS
-    with diagnosis.noting():
+        result.faults = [explain_error(str(path), content, CHECKED, write)]
+        return result
+    result.kind = OURS
+    with result.noting():
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
         check_saved(folder / SETTINGS_FILE, settings)
-        diagnosis.settings = settings
+        result.settings = settings
     if folder != path:
-        diagnosis.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
-    with diagnosis.noting():
+        result.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")
+    with result.noting():
         manifest = read_manifest(folder)
         for name in manifest.files:
-            with diagnosis.noting():
+            with result.noting():
                 manifest.check_files(folder, [name])
         for name, tensor in manifest.tensors.items():
-            diagnosis.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        wrong = {} if diagnosis.faults else _wrong_numbers(folder, manifest.tensors.values())
+            result.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        wrong = {} if result.faults else _wrong_numbers(folder, manifest.tensors.values())
         for name, fault in wrong.items():
-            (diagnosis.faults if ".state." in name else diagnosis.notes).append(f"{name}: found {fault}")
-    return diagnosis
+            (result.faults if ".state." in name else result.notes).append(f"{name}: found {fault}")
+    return result
 
 
 def _wrong_numbers(folder: Path, tensors: Iterable[SavedTensor]) -> dict[str, str]:
@@ -166,35 +166,33 @@ def _wrong_numbers(folder: Path, tensors: Iterable[SavedTensor]) -> dict[str, st
 
 
 def _file(path: Path) -> Diagnosis:
-    diagnosis = Diagnosis(str(path))
+    result = Diagnosis(str(path))
     try:
         with path.open("rb") as file:
             begin = file.read(len(ARCHIVE))
     except OSError as error:
-        diagnosis.faults.append(f"{path}: could not be read: {reason(error)}")
-        return diagnosis
+        result.faults.append(f"{path}: could not be read: {reason(error)}")
+        return result
     if begin == ARCHIVE:
-        diagnosis.kind = SAVED
+        result.kind = SAVED
         remedy = "Its checksums are right. Its content was not read, since that could run code"
         try:
             content = read_archive(path, needed=CHECKED, remedy=remedy)
             for keys, value in tree_leaves_with_path(content):
                 if isinstance(value, Tensor):
                     name = ".".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in keys)
-                    diagnosis.tensors[name] = local_of(value).to("meta")
-                    diagnosis.shards += isinstance(value, DTensor) and not all(
-                        p.is_replicate() for p in value.placements
-                    )
-            if diagnosis.shards:
-                diagnosis.notes.append(
-                    f"one rank's shards of {diagnosis.shards} tensors (DTensors); the files of the other ranks have "
+                    result.tensors[name] = local_of(value).to("meta")
+                    result.shards += isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements)
+            if result.shards:
+                result.notes.append(
+                    f"one rank's shards of {result.shards} tensors (DTensors); the files of the other ranks have "
                     "the rest. To save whole tensors, write muonmesh.checkpoint.save(path, model, optimizer)"
                 )
         except FileError as error:
-            diagnosis.kind, diagnosis.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
+            result.kind, result.faults = "" if isinstance(error, MoreThanData) else SAVED, [str(error)]
     else:
-        diagnosis.faults.append(
+        result.faults.append(
             f"{path}: found what torch.save does not write; needed a checkpoint. If torch before 1.6 "
             "wrote it, it is a program, and is not opened"
         )
-    return diagnosis
+    return result

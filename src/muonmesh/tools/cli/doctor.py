@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +43,7 @@ def doctor(
 
         findings = look_around()
         if as_json:
-            say_json([asdict(finding) for finding in findings])
+            say_json([finding._asdict() for finding in findings])
         else:
             say(*lines_of(findings))
         raise SystemExit(DAMAGED if any(finding.remedy for finding in findings) else WHOLE)
@@ -113,13 +112,6 @@ def _table(diagnosis: Diagnosis) -> list[str]:
     for role, members in roles.items():
         numbers = sum(member.numel() for member in members)
         dtypes = ", ".join(sorted({dtype_of(member) for member in members}))
-        rows.append(
-            (
-                role,
-                f"{len(members):,}",
-                f"{numbers:,}",
-                dtypes,
-                f"{sum(member.nbytes for member in members) / 1e6:,.2f}",
-            )
-        )
+        megabytes = sum(member.nbytes for member in members) / 1e6
+        rows.append((role, f"{len(members):,}", f"{numbers:,}", dtypes, f"{megabytes:,.2f}"))
     return aligned(rows, right=(1, 2, 4), ruled=True)

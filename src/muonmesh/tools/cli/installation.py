@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from muonmesh.tools.cli.launch import usable_cores
 TESTED = ("2.11", "2.13")  # versions of torch with which all tests run
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check: the subject, the finding, and what to do (empty if nothing is wrong)."""
 
     subject: str
@@ -96,7 +95,5 @@ def _nccl() -> Finding:
 
 def lines_of(findings: list[Finding]) -> Iterator[str]:
     """Yield a line for each finding."""
-    for finding in findings:
-        yield f"{'do  ' if finding.remedy else 'ok  '}{finding.subject}: {finding.result}" + (
-            f". {finding.remedy}" if finding.remedy else ""
-        )
+    for subject, result, remedy in findings:
+        yield f"{'do  ' if remedy else 'ok  '}{subject}: {result}" + (f". {remedy}" if remedy else "")

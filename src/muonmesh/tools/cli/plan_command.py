@@ -157,7 +157,7 @@ def print_plan(result: dict[str, Any], *, as_json: bool = False) -> None:
     if needed > memory:
         say(
             f"Rank {result['rank']} needs {decimal(needed)} even without activations, more than the {decimal(memory)} "
-            "of its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N",
+            "of its device (memory in --rates). Shard over more ranks: --mesh fsdp=N, hsdp=REPLICASxSHARDS or tp=N"
         )
     if result["weights"] == "bf16":
         say("", *textwrap.wrap(BF16_NOTE, 80))

@@ -378,9 +378,7 @@ def _picture(summaries: Sequence[TrainingSummary], along: str, label: str) -> st
             validated = [point.loss for point in summary.validation]
             axes.plot(places, validated, color=colour, marker="o", markersize=3, label=legend)
         # Losses above the second validation show only the fall from random weights, where the curves look equal.
-        axes.set_ylim(
-            top=max(point.loss for training in summaries for point in training.validation[1:] or training.validation)
-        )
+        axes.set_ylim(top=max(point.loss for run in summaries for point in run.validation[1:] or run.validation))
         axes.set(xlabel=label, ylabel="loss [nats per token]")
         axes.legend(frameon=False)
         written = io.StringIO()

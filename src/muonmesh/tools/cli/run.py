@@ -35,13 +35,13 @@ from muonmesh.tools.cli.run_settings import (
 from muonmesh.tools.cli.terminal import complain, make_console, note, say, shell_line
 
 
-def settings_of(values: dict[str, Any], resume: str | None, given_options: set[str]) -> tuple[Settings, bool]:
+def settings_of(values: dict[str, Any], resume: str | None, typed: set[str]) -> tuple[Settings, bool]:
     """Return the settings of a run, and whether the run exists and continues.
 
     Args:
         values: The values of all options that are settings. For None and "auto", the machine decides.
         resume: The value of ``--resume``.
-        given_options: The names of the options that the user gave.
+        typed: The names of the options that the user gave.
 
     Raises:
         ValueError: an option has a wrong value, or contradicts another option.
@@ -53,7 +53,7 @@ def settings_of(values: dict[str, Any], resume: str | None, given_options: set[s
         )
     if resume is None or (resume == "auto" and not (run / CONFIG_FILE).is_file()):
         return _new(values), False
-    return _resumed(run, values, given_options), True
+    return _resumed(run, values, typed), True
 
 
 def _new(values: dict[str, Any]) -> Settings:
@@ -81,7 +81,7 @@ def _new(values: dict[str, Any]) -> Settings:
     return Settings(**{**resolved, "out": str(resolved["out"])})
 
 
-def _resumed(run: Path, values: dict[str, Any], given_options: set[str]) -> Settings:
+def _resumed(run: Path, values: dict[str, Any], typed: set[str]) -> Settings:
     """Return the settings of a run that continues, with the changes that are allowed.
 
     Raises:
@@ -90,14 +90,14 @@ def _resumed(run: Path, values: dict[str, Any], given_options: set[str]) -> Sett
     before = load_settings(run, out=str(run))
     if (out := values.get("out")) is not None and out.resolve() != run.resolve():
         raise ValueError(f"--resume {run}: found --out {out}; needed the directory of that run. Leave it out")
-    for name in sorted(given_options & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
+    for name in sorted(typed & {field.name for field in fields(Settings)} - MAY_CHANGE_ON_RESUME - {"out"}):
         value = tuple(values[name]) if isinstance(values[name], list) else values[name]
         if value not in ("auto", getattr(before, name)):
             raise ValueError(
                 f"--resume {run}: found {option(name)} {value}, and {getattr(before, name)} in that run; needed the "
                 "same. Leave it out, or start a new run"
             )
-    return replace(before, **{name: values[name] for name in given_options & MAY_CHANGE_ON_RESUME})
+    return replace(before, **{name: values[name] for name in typed & MAY_CHANGE_ON_RESUME})
 
 
 def _has_bf16(device: str) -> bool:

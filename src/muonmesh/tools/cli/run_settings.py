@@ -41,14 +41,14 @@ class Option:
     Attributes:
         help: The help text.
         panel: The heading above the help text; None for the common heading.
-        parsed: The type on the command line, if the machine or other options decide the value of a missing option.
+        typed: The type on the command line, if the machine or other options decide the value of a missing option.
         least, most: The smallest value of a whole number, and the largest value of any number.
         positive: Whether a number must be above zero.
     """
 
     help: str
     panel: str | None
-    parsed: Any = None
+    typed: Any = None
     least: int = 1
     most: float = MOST
     positive: bool = False
@@ -122,7 +122,7 @@ class Settings:
         (),
         WHAT,
         "Files, folders or globs of text. You can repeat this option. Default: the Python standard library.",
-        parsed=list[str] | None,
+        typed=list[str] | None,
     )
     model: str = setting(
         "small",
@@ -143,7 +143,7 @@ class Settings:
         16,
         HOW,
         "Sequences per step over all ranks. Default: 16, or the next multiple of the ranks.",
-        parsed=int | None,
+        typed=int | None,
     )
     grad_accum: int = setting(1, HOW, "Forward and backward passes per step (gradient accumulation).")
     lr: float = setting(
@@ -153,27 +153,27 @@ class Settings:
     schedule: ScheduleName = setting(
         "cosine", HOW, "The schedule after warmup. wsd is constant, then decays in the last fifth."
     )
-    warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", parsed=int | None, least=0)
+    warmup: int = setting(60, HOW, "Steps of linear warmup. Default: a tenth of --steps.", typed=int | None, least=0)
     weight_decay: float = setting(0.1, HOW, "Decoupled weight decay of matrices. Vectors are not decayed.")
     clip: float = setting(1.0, HOW, "Clip the gradients of AdamW's weights to this norm. 0 turns clipping off.")
     seed: int = setting(0, HOW, "The seed of weights, data order and dropout.", least=0, most=2**63 - 1)
-    ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", parsed=int | None)
+    ranks: int = setting(2, WHERE, "The number of processes. Default: one per GPU, or 2 on a CPU.", typed=int | None)
     parallel: Parallel = setting(
         "fsdp",
         WHERE,
         "How to distribute the model: fsdp shards it (FSDP2), ddp replicates it, hsdp shards each of two replicas.",
     )
-    device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", parsed=Literal["auto", "cpu", "cuda"])
+    device: Device = setting("cpu", WHERE, "auto uses GPUs if there are any.", typed=Literal["auto", "cpu", "cuda"])
     dtype: Dtype = setting(
         "bf16",
         WHERE,
         "Data type of forward and backward passes; weights are fp32. auto: bf16 where it is native.",
-        parsed=Literal["auto", "bf16", "fp32"],
+        typed=Literal["auto", "bf16", "fp32"],
     )
     timeout: int = setting(0, WHERE, "Seconds that a rank waits for the others. 0: torch's own limit.", least=0)
-    out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", parsed=Path | None)
+    out: str = setting(MISSING, OUTPUT, "The directory of the run. Default: runs/MODEL-DATE.", typed=Path | None)
     eval_every: int = setting(
-        30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", parsed=int | None
+        30, OUTPUT, "Steps between two validations. Default: a twentieth of --steps.", typed=int | None
     )
     eval_sequences: int = setting(128, OUTPUT, "Held-out sequences per validation.")
     checkpoint_every: int = setting(
@@ -257,8 +257,8 @@ def load_settings(directory: Path, **changes: Any) -> Settings:
     began = content.pop("environment").get("digest")
     names = {field.name for field in fields(Settings)}
     for name in sorted(names ^ content.keys()):
-        problem = f"no {name!r}" if name in names else f"{name!r}, which means nothing"
-        raise FileError(f"{path}: found {problem}; needed the file as the run wrote it")
+        fault = f"no {name!r}" if name in names else f"{name!r}, which means nothing"
+        raise FileError(f"{path}: found {fault}; needed the file as the run wrote it")
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in content.items()}
     try:
         settings = Settings(**values)

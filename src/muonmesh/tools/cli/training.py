@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import muonmesh as mm
 from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of
-from muonmesh.comm.telling import tell_all
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import write_text
 from muonmesh.numerics.normalize import sums_of_squares
@@ -109,10 +109,8 @@ def optimizers_of(name: Optimizer, groups: mm.ParamGroups, settings: Settings) -
     if name == "muon":
         return saved, saved
     plain = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in saved.param_groups]
-    defaults = saved.defaults
-    adamw = torch.optim.AdamW(
-        plain, lr=defaults["lr"], betas=defaults["adamw_betas"], eps=defaults["adamw_eps"], fused=True
-    )
+    base = saved.defaults
+    adamw = torch.optim.AdamW(plain, lr=base["lr"], betas=base["adamw_betas"], eps=base["adamw_eps"], fused=True)
     adamw.state = saved.state
     return adamw, saved
 
@@ -155,9 +153,9 @@ class Training:
         step = self.checkpoints.latest()
         if step is not None:
             if step > self.settings.steps:
-                problem, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
+                fault, needed = f"a checkpoint of step {step}", f"none above step {self.settings.steps}, the last one"
                 write = "Move the checkpoint away"
-                raise FileError(explain_error(str(self.checkpoints.directory), problem, needed, write))
+                raise FileError(explain_error(str(self.checkpoints.directory), fault, needed, write))
             self.checkpoints.load(step, self.model, self.saved)
             self.start = step
 
@@ -343,7 +341,7 @@ class Training:
         """Raise FileError unless a mean loss is finite. It is a mean over all ranks, so all ranks raise together."""
         if math.isfinite(loss):
             return
-        settings, last = self.settings, self.checkpoints.last_step
+        settings, last = self.settings, self.checkpoints.newest
         assurance = "There is no checkpoint yet" if last is None else f"The checkpoint of step {last} is kept"
         rate = option("lr" if self.name == "muon" else "adamw_lr")
         raise FileError(
@@ -399,12 +397,10 @@ def insist_on_the_same(run: Path, own_values: Mapping[str, Any]) -> None:
     Raises:
         FileError: on every rank: values differ; the message names the first.
     """
-    everyone = tell_all(own_values)
-    if (difference := first_difference(everyone)) is not None:
-        values = ", ".join(repr(other.get(difference[0])) for other in everyone)
-        raise FileError(
-            f"{run}: the ranks were given different {difference[0]}: {values}; needed the same on each of them"
-        )
+    everyone = gather_objects(own_values)
+    if (clash := first_difference(everyone)) is not None:
+        values = ", ".join(repr(other.get(clash[0])) for other in everyone)
+        raise FileError(f"{run}: the ranks were given different {clash[0]}: {values}; needed the same on each of them")
 
 
 def join(kind: str, *, timeout: timedelta | None = None) -> torch.device:

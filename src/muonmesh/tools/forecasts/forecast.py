@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from muonmesh.comm.communicator import Counts
 from muonmesh.comm.gradients import PARAMETER_GRAD, GradientSource
 from muonmesh.comm.storage import Storage, local_of
 from muonmesh.comm.to_owners import ToOwners
-from muonmesh.comm.wire import Counts
 from muonmesh.errors import explain_error
 from muonmesh.layout import (
     Budget,
@@ -33,7 +34,7 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.companion import size_of
+from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
@@ -51,9 +52,11 @@ WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
 # Launches of operators of torch, counted by dry runs: for a step, extra if anything travels, for each batch of matrices
-# then, and with replicas; and of our own kernels: for a step, for a bucket that travels, for orthogonalizing a batch.
+# then, and with replicas; and of our own kernels: for a step, for a bucket that travels, for orthogonalizing a batch,
+# and for each shape in it.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 10, 2, 4
-KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET, KERNELS_OF_A_BATCH = 5, 3, {"gram": 21, "standard": 16}
+KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET = 3, 3
+KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7, "standard": 13}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
@@ -198,11 +201,10 @@ def forecast(
     }
     source = ToOwners() if to_owners else PARAMETER_GRAD
     matrices = [w for w in weights if w.matrices is not None]
-    places = source.place([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
-    chosen_rule = _rule(rule)
+    places = source.momentum_storages([(w.name, tensors[w.name], Storage(w.layout, w.layout.shape)) for w in matrices])
+    chosen = _rule(rule)
     parameters = [
-        muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen_rule)
-        for w, p in zip(matrices, places, strict=True)
+        muon_parameter(w.name, w.layout, w.matrices, p.layout, chosen) for w, p in zip(matrices, places, strict=True)
     ]
     elementwise = [Elementwise(weight.name, weight.layout) for weight in weights if weight.matrices is None]
     ranks = sorted(set[int]().union(*{id(w.layout.ranks): w.layout.ranks for w in weights}.values()))
@@ -224,7 +226,7 @@ def forecast(
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
     staying_elements = sum(plan.assignments[number].matrix.numel for number in moved.staying)
     weight_bytes = (stored + others) * itemsize
-    momentum = _state_elements(chosen_rule, plan, rank) * STATE
+    momentum = _state_elements(chosen, plan, rank) * STATE
     stored_bytes = {"weights": weight_bytes, "gradients": weight_bytes, "momentum": momentum}
     stored_bytes["AdamW's moments"] = 2 * others * itemsize
     # Gradient, momentum read and written, direction; result, weight read and written.
@@ -237,7 +239,7 @@ def forecast(
         owned,
         moved,
         stored_bytes,
-        step_memory(plan, moved, lambda n: SQUARES[resolve_method(*plan.assignments[n].matrix.shape)]),
+        step_memory(plan, moved, partial(_squares, plan), _joins),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
@@ -253,16 +255,29 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    for alike in (batch for numbers in buckets for batch in plan.alike(numbers)):
-        shape = plan.assignments[alike[0]].matrix.shape
+    at_once = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
+    for batch in (batch for numbers in buckets for batch in plan.batches(numbers, at_once, _joins)):
+        shapes = plan.shapes(batch)
+        _, *shape = shapes[0]
+        rounds += 1
         method = resolve_method(*shape)
-        count = -(-len(alike) // plan.at_once(alike[0], SQUARES[method]))
-        rounds += count
-        small = min(shape) <= SMALL_ROWS and max(shape) <= SMALL_COLS  # then one launch does all steps
-        kernels += count * (1 if small else KERNELS_OF_A_BATCH[method])
-        weight = DeviceRates.weight_of(len(alike) / count * shape[0] ** 2, by_triton=True)
-        slow_flops += sum(plan.assignments[number].flops for number in alike) * weight
+        kernels += 1 if _is_small(*shape) else KERNELS_OF_A_BATCH[method] + KERNELS_OF_A_SHAPE[method] * len(shapes)
+        weight = DeviceRates.weight_of(len(batch) * shape[0] ** 2, by_triton=True)
+        slow_flops += sum(plan.assignments[number].flops for number in batch) * weight
     return rounds, kernels, slow_flops
+
+
+def _is_small(rows: int, cols: int) -> bool:
+    """Whether one launch does all steps."""
+    return rows <= SMALL_ROWS and cols <= SMALL_COLS
+
+
+def _squares(plan: Plan, number: int) -> int:
+    return SQUARES[resolve_method(*plan.assignments[number].matrix.shape)]
+
+
+def _joins(number: int, shape: tuple[int, int]) -> Hashable:
+    return shape if _is_small(*shape) else (shape[0], resolve_method(*shape))
 
 
 def gradients_to_owners(
@@ -320,14 +335,10 @@ def muon_parameter(
     costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
     work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
     settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
-    storage, momentum_storage = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
-    (state_layouts,) = state_layouts_of(
-        rule.keeps(),
-        [OptimizedParameter(name, torch.empty(0, dtype=torch.float32, device="meta"), storage, momentum_storage, spec)],
-    )
-    beside = tuple(
-        state_layout.companion for state_layout in state_layouts.values() if state_layout.companion is not None
-    )
+    meta = torch.empty(0, dtype=torch.float32, device="meta")
+    stored, state_stored = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
+    (layouts,) = state_layouts_of(rule.keeps(), [OptimizedParameter(name, meta, stored, state_stored, spec)])
+    beside = tuple(state.factored for state in layouts.values() if state.factored is not None)
     return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
 
 
@@ -360,7 +371,7 @@ def _state_elements(rule: Rule, plan: Plan, rank: int) -> int:
     for parameter in plan.parameters:
         places = {"momentum": parameter.momentum_storage, "weights": parameter.target}
         elements += sum(math.prod(places[kind].local_shape(rank)) for kind in kinds if kind in places)
-        beside = (companion.layout for companion in parameter.companions if not companion.at_owner)
+        beside = (factored.layout for factored in parameter.factored_states if not factored.at_owner)
         elements += sum(math.prod(layout.local_shape(rank)) for layout in beside)
     owned = [assignment.matrix for assignment in plan.assignments if assignment.owner == rank]
     at_owner = [kind for kind in kinds if "×" in kind]

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 from muonmesh.comm.schedule import Stage
 from muonmesh.layout import Plan
 from muonmesh.report.traffic import Traffic
 
 
-def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> int:
+def step_memory(
+    plan: Plan, moved: Traffic, squares: Callable[[int], int], joins: Callable[[int, tuple[int, int]], Hashable]
+) -> int:
     """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
 
     Args:
         plan: The plan with its budget.
         moved: The traffic of the rank.
         squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
+        joins: See `Plan.batches`.
     """
     if plan.budget.host:
         return _host_elements(moved.stages) * plan.budget.itemsize
-    peak = computing = _computing(plan, moved.staying, squares, beside=2)
+    computing_elements = partial(_computing, plan, squares, joins)
+    peak = computing = computing_elements(moved.staying, beside=2)
     results, under_way = 0, [(0, 0)]  # elements of results that are sent and received, by exchange
     for stage, after in itertools.zip_longest(moved.stages, moved.stages[1:]):
         assignments, elements = list(itertools.chain.from_iterable(stage.batches)), stage.numel
         coming = 0 if after is None else _gathering(after)
-        in_squares, with_matrices, with_results = (_computing(plan, assignments, squares, beside=n) for n in (0, 1, 2))
+        in_squares, with_matrices, with_results = (computing_elements(assignments, beside=n) for n in (0, 1, 2))
         if stage.gathers:
             arrived = max(_gathering(stage), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sum(under_way[0]))
         else:  # results of the previous bucket have arrived after the first portion
             peak = max(peak, max(with_results + sum(under_way[0]), with_matrices + elements) + coming)
         peak = max(peak, elements + coming + _passed_on(under_way, results))
-        under_way = [(passage.sends, passage.receives) for passage in stage.back] or [(0, 0)]
+        under_way = [(packed.sends, packed.receives) for packed in stage.back] or [(0, 0)]
         peak = max(peak, max(elements, computing) + sum(under_way[0]) + coming)
         if not stage.fits:  # all exchanges but the last one are over before the next bucket is computed
             peak = max(peak, _passed_on(under_way, elements) + coming)
@@ -44,7 +49,7 @@ def step_memory(plan: Plan, moved: Traffic, squares: Callable[[int], int]) -> in
 
 def _gathering(stage: Stage) -> int:
     """Return the elements of the buffers to send, receive and assemble a bucket; 0 if nothing is gathered."""
-    return stage.passage.sends + stage.passage.receives + stage.numel if stage.gathers else 0
+    return stage.to_owners.sends + stage.to_owners.receives + stage.numel if stage.gathers else 0
 
 
 def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
@@ -60,14 +65,19 @@ def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
     return most
 
 
-def _computing(plan: Plan, numbers: Sequence[int], squares: Callable[[int], int], *, beside: int) -> int:
-    """Return the most elements in use at once by equal matrices: their squares, and ``beside`` times the matrices."""
+def _computing(
+    plan: Plan,
+    squares: Callable[[int], int],
+    joins: Callable[[int, tuple[int, int]], Hashable],
+    numbers: Sequence[int],
+    *,
+    beside: int,
+) -> int:
+    """Return the most elements in use at once by a batch: its squares, and ``beside`` times its matrices."""
     most = 0
-    for alike in plan.alike(numbers):
-        rows, cols = plan.assignments[alike[0]].matrix.shape
-        count = squares(alike[0])
-        batch = min(len(alike), plan.at_once(alike[0], count))
-        most = max(most, batch * (count * rows * rows + beside * rows * cols))
+    for batch in plan.batches(numbers, lambda number, _: plan.batch_size(number, squares(number)), joins):
+        shapes = [(squares(number), plan.assignments[number].matrix.shape) for number in batch]
+        most = max(most, sum(count * rows * rows + beside * rows * cols for count, (rows, cols) in shapes))
     return most
 
 

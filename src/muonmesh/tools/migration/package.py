@@ -69,31 +69,28 @@ class StateKeys:
         """
         is_adamw = self.second in entry
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
-        tensors = {key: entry.get(key) for key in needed}
         missing = [
-            key for key, value in tensors.items() if not (isinstance(value, Tensor) and value.dtype in HELD_DTYPES)
+            key for key in needed if not (isinstance(entry.get(key), Tensor) and entry[key].dtype in HELD_DTYPES)
         ]
         if missing:
             kinds = {str(key): getattr(value, "dtype", type(value).__name__) for key, value in entry.items()}
-            problem = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
+            fault = "state " + ", ".join(f"{key!r} ({kind})" for key, kind in sorted(kinds.items()))
             required = f"{self.momentum!r} of a matrix, or {self.first!r} and {self.second!r} of AdamW's, "
             write = "Save the state after a step, and convert other dtypes with .float()"
-            raise StateError(explain_error(name, problem, f"{required}in {NEEDED_HELD}", write))
+            raise StateError(explain_error(name, fault, f"{required}in {NEEDED_HELD}", write))
         strangers = sorted(map(str, entry.keys() - {*needed, *self.beside, *((self.count,) if is_adamw else ())}))
         if strangers:
-            problem = f"{strangers[0]!r} in its state, which belongs to another rule"
+            fault = f"{strangers[0]!r} in its state, which belongs to another rule"
             write = "Begin without that state: train on with a new optimizer, its settings from convert_settings"
-            raise StateError(explain_error(name, problem, f"{', '.join(needed)} and a count of steps alone", write))
+            raise StateError(explain_error(name, fault, f"{', '.join(needed)} and a count of steps alone", write))
         if not is_adamw:
             momentum = entry[self.momentum].detach()
             return ParameterState("muon", {"momentum_buffer": self._average(name, group, momentum)})
         count = _number(entry.get(self.count, group.get("step")))
         if count is None:
-            problem = "no count of AdamW's steps"
+            fault = "no count of AdamW's steps"
             required = f"{self.count!r} in its state or 'step' in its group, for the bias correction"
-            raise StateError(
-                explain_error(name, problem, required, f'Write state["{self.count}"] = the number of steps')
-            )
+            raise StateError(explain_error(name, fault, required, f'Write state["{self.count}"] = the number of steps'))
         step = step_count(count)
         state = {"step": step, "exp_avg": entry[self.first].detach(), "exp_avg_sq": entry[self.second].detach()}
         return ParameterState("adamw", state)
@@ -103,10 +100,8 @@ class StateKeys:
             return momentum
         factor = _number(group.get(self.factor))
         if factor is None or factor >= 1:
-            problem, needed = f"{self.factor} {factor} in its group", "μ in [0, 1), by which gradients were summed"
-            raise StateError(
-                explain_error(name, problem, needed, f'Write group["{self.factor}"] = 0.95, or what it was')
-            )
+            fault, needed = f"{self.factor} {factor} in its group", "μ in [0, 1), by which gradients were summed"
+            raise StateError(explain_error(name, fault, needed, f'Write group["{self.factor}"] = 0.95, or what it was'))
         return momentum.to(torch.promote_types(momentum.dtype, torch.float32)) * (1 - factor)
 
 

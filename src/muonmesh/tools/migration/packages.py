@@ -203,14 +203,14 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
             outside = {"use_polar_express": _DIONS_ITERATIONS[iteration]}
         default = {"use_muon": True} if name == "deepspeed" else {}
         return name, [{**default, **group, **outside} for group in source.param_groups]
-    problem = f"{type(source).__module__}.{type(source).__name__}"
+    fault = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
     write = "Write convert_settings(name, lr=..., ...) with the settings that you gave it, and "
     write += f"convert(source.state_dict(), optimizer, package=name); the names are {names}"
     if any(kind.__module__.startswith("muonmesh.") for kind in type(source).__mro__):
         write = "There is nothing to convert: write optimizer.load_state_dict(source.state_dict())"
     needed = "an optimizer that keeps its settings in its groups, of a package that is known"
-    raise TypeError(explain_error("source", problem, needed, write))
+    raise TypeError(explain_error("source", fault, needed, write))
 
 
 def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **settings: Any) -> Settings:
@@ -248,8 +248,8 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
                 raise TypeError(explain_error("rest", f"{type(group).__name__}", needed, "Write a dict"))
         return _merged(source, [PACKAGES[source].read_group({**settings, **group}) for group in rest or ({},)], source)
     if settings:
-        problem = f"settings beside an optimizer: {', '.join(settings)}"
-        raise ValueError(explain_error("settings", problem, "either", "Change what convert_settings returns"))
+        fault = f"settings beside an optimizer: {', '.join(settings)}"
+        raise ValueError(explain_error("settings", fault, "either", "Change what convert_settings returns"))
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
     halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
     if not any("adamw" in half for half in halves):
@@ -276,9 +276,9 @@ def _agreed(subject: str, groups: list[Settings], name: str) -> Settings:
     for key in groups[0] if groups else ():
         values = {str(group.get(key)): None for group in groups}
         if len(values) > 1:
-            problem, needed = f"{key} {' and '.join(values)}", "one for all of them"
+            fault, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
             write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
             write += "and pass the settings of the others as from_model(..., overrides={...})"
-            raise ValueError(explain_error(subject, problem, needed, write))
+            raise ValueError(explain_error(subject, fault, needed, write))
     return groups[0] if groups else {}

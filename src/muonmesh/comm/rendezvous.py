@@ -35,7 +35,7 @@ GRACE = 2.0
 _failures = 0
 """How often this process has failed to make an optimizer."""
 
-_known: dict[int, int] = {}
+_failures_of: dict[int, int] = {}
 """How often each other rank had failed to make an optimizer, when this rank last met other ranks."""
 
 _announced: Counter[tuple[int, ...]] = Counter()
@@ -52,7 +52,7 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def telling_failure(*, alone: bool = False) -> Iterator[None]:
+def announcing_failure(*, alone: bool = False) -> Iterator[None]:
     """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
     global _failures
     try:
@@ -68,7 +68,7 @@ def telling_failure(*, alone: bool = False) -> Iterator[None]:
 
 
 def withdraw_failure() -> None:
-    """Delete the note that `telling_failure` wrote to the store, because this rank has made an optimizer after all."""
+    """Delete the note of `announcing_failure` from the store, because this rank has made an optimizer after all."""
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
             shared_store().delete_key(f"failed/{this_rank()}")
@@ -83,10 +83,10 @@ def failure_of_others() -> str | None:
     if world_size() == 1:
         return None
     until = time.monotonic() + GRACE
-    while found := _notes():
+    while notes := _notes():
         if time.monotonic() >= until:
-            rank, (_, message) = next(iter(found.items()))
-            return f"rank {rank}: {message}"
+            rank, (_, text) = next(iter(notes.items()))
+            return f"rank {rank}: {text}"
         time.sleep(0.05)
     return None
 
@@ -96,13 +96,13 @@ def _notes() -> dict[int, tuple[int, str]]:
     store = shared_store()
     if not _has(store, "failed"):
         return {}
-    found = {}
+    notes = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, message = json.loads(store.get(f"failed/{rank}"))
-            if count > _known.get(rank, 0):
-                found[rank] = count, message
-    return found
+            count, text = json.loads(store.get(f"failed/{rank}"))
+            if count > _failures_of.get(rank, 0):
+                notes[rank] = count, text
+    return notes
 
 
 # ------------------------------------------------------------------ meeting in the store
@@ -124,36 +124,37 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
             within the timeout of collectives.
     """
     me, world = this_rank(), tuple(range(world_size()))
-    mine = sorted({ranks for ranks in sets if len(ranks) > 1})
-    if any(len(ranks) == len(world) for ranks in mine):
-        mine = [world]
+    own_sets = sorted({ranks for ranks in sets if len(ranks) > 1})
+    if any(len(ranks) == len(world) for ranks in own_sets):
+        own_sets = [world]
     if len(world) > 1 and dist.get_backend() == "fake":  # torch's backend of simulated ranks: they never come
-        return tuple(sorted({me, *itertools.chain(*mine)}))
-    if not mine:
+        return tuple(sorted({me, *itertools.chain(*own_sets)}))
+    if not own_sets:
         if not alone and (failed := failure_of_others()) is not None:
             raise PlanError(failed)
         return (me,)
-    store, numbered = shared_store(), [(ranks, _announced[ranks]) for ranks in mine]
+    store, numbered = shared_store(), [(ranks, _announced[ranks]) for ranks in own_sets]
     for ranks, count in numbered:
         store.set(f"{ranks}/{count}/{me}", json.dumps([] if ranks == world else numbered))
         store.add(f"{ranks}/{count}", 1)
-    found, waiting = set(numbered), list(numbered)
+    announcements, waiting = set(numbered), list(numbered)
     try:
         while waiting:
             ranks, count = waiting.pop()
             _wait_for(store, f"{ranks}/{count}", ranks)
-            told = store.multi_get([f"{ranks}/{count}/{rank}" for rank in ranks]) if ranks != world else []
-            fresh = {(tuple(others), counted) for answer in told for others, counted in json.loads(answer)} - found
-            found |= fresh
+            answers = store.multi_get([f"{ranks}/{count}/{rank}" for rank in ranks]) if ranks != world else []
+            fresh = {(tuple(others), number) for answer in answers for others, number in json.loads(answer)}
+            fresh -= announcements
+            announcements |= fresh
             waiting += fresh
     except PlanError:
         for ranks, count in numbered:  # so that the next optimizer of these ranks begins anew
             store.delete_key(f"{ranks}/{count}/{me}")
             store.add(f"{ranks}/{count}", -1)
         raise
-    _announced.update(mine)
-    _known.update({rank: count for rank, (count, _) in _notes().items()})
-    return tuple(sorted({rank for ranks, _ in found for rank in ranks}))
+    _announced.update(own_sets)
+    _failures_of.update({rank: count for rank, (count, _) in _notes().items()})
+    return tuple(sorted({rank for ranks, _ in announcements for rank in ranks}))
 
 
 def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
@@ -167,10 +168,10 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
         if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
             raise PlanError(failed)
         if time.monotonic() >= until:
-            missing = told_ranks([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
-            what = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
-            what += "parameters. If a rank has died, its launcher names it"
-            raise PlanError(about("the first step", what))
+            missing = ranks_as_text([rank for rank in ranks if not _has(store, f"{note}/{rank}")])
+            text = f"The ranks {missing} did not come to compare plans. Call step on all ranks that share "
+            text += "parameters. If a rank has died, its launcher names it"
+            raise PlanError(about("the first step", text))
         time.sleep(pause)
         pause = min(0.05, 1.5 * pause)
 
@@ -191,7 +192,7 @@ def seconds_of_collectives() -> float:
 
 
 @contextmanager
-def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[None]:
+def naming_missing_ranks(ranks: Sequence[int], key: str, when: str, name: str) -> Iterator[None]:
     """Turn the error of a failed collective into a PlanError that names the collective, its step and missing ranks.
 
     gloo raises an error on every waiting rank when its timeout is over or a connection breaks. Each of these ranks then
@@ -202,7 +203,7 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
         ranks: The ranks of the collective.
         key: The key of these ranks in the store, the same on each rank.
         when: The step, such as "step 12".
-        what: The collective, such as "the gather of bucket 0".
+        name: The collective, such as "the gather of bucket 0".
 
     Raises:
         PlanError: the collective failed; its cause is torch's RuntimeError.
@@ -213,20 +214,20 @@ def meeting(ranks: Sequence[int], key: str, when: str, what: str) -> Iterator[No
     except (PlanError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
-        told = f"The ranks {told_ranks(ranks)} did not meet in {what}. {_who_is_missing(ranks, key, when, what)}. "
-        told += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
-        told += f"The cause as torch tells it: {reason(error)}"
-        raise PlanError(about(when, told)) from error
+        text = f"The ranks {ranks_as_text(ranks)} did not meet in {name}. {_who_is_missing(ranks, key, when, name)}. "
+        text += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
+        text += f"The cause as torch tells it: {reason(error)}"
+        raise PlanError(about(when, text)) from error
 
 
-def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str:
+def _who_is_missing(ranks: Sequence[int], key: str, when: str, name: str) -> str:
     """Return a text about the ranks that have not come. A thread asks the store, because it may never answer."""
     answers: list[str] = []
     problems: list[str] = ["no answer"]
 
     def ask() -> None:
         try:
-            answers.append(_told_by_store(ranks, key, when, what))
+            answers.append(_told_by_store(ranks, key, when, name))
         except (RuntimeError, ValueError) as error:
             problems.append(reason(error))
 
@@ -241,24 +242,24 @@ def _who_is_missing(ranks: Sequence[int], key: str, when: str, what: str) -> str
     )
 
 
-def _told_by_store(ranks: Sequence[int], key: str, when: str, what: str) -> str:
+def _told_by_store(ranks: Sequence[int], key: str, when: str, name: str) -> str:
     store, me = shared_store(), this_rank()
-    store.set(f"{key}/{me}", f"{when}, {what}")
+    store.set(f"{key}/{me}", f"{when}, {name}")
     others = [rank for rank in ranks if rank != me]
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until and not all(_has(store, f"{key}/{rank}") for rank in others):
         time.sleep(0.05)
-    said = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
-    missing = [rank for rank in others if rank not in said]
-    told = [f"Rank {rank} waited in {place}" for rank, place in said.items() if place != f"{when}, {what}"]
+    waited_in = {rank: store.get(f"{key}/{rank}").decode() for rank in others if _has(store, f"{key}/{rank}")}
+    missing = [rank for rank in others if rank not in waited_in]
+    sentences = [f"Rank {rank} waited in {waits}" for rank, waits in waited_in.items() if waits != f"{when}, {name}"]
     if missing:
-        told.append(f"Missing: {told_ranks(missing)}")
-    elif not told:
-        told.append("All of them waited, so a connection has failed")
-    return ". ".join(told)
+        sentences.append(f"Missing: {ranks_as_text(missing)}")
+    elif not sentences:
+        sentences.append("All of them waited, so a connection has failed")
+    return ". ".join(sentences)
 
 
-def told_ranks(ranks: Sequence[int]) -> str:
+def ranks_as_text(ranks: Sequence[int]) -> str:
     """Return ranks as text; more than 16 ranks as the first, the last and their number."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]} to {ranks[-1]} ({len(ranks)} of them)"
 

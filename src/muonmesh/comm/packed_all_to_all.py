@@ -1,4 +1,4 @@
-"""Passage: the pieces that one collective moves between a rank and its peers, copied to and from the wire buffer."""
+"""PackedAllToAll: the pieces that one collective moves between a rank and its peers, in its two wire buffers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from functools import cached_property
 
 from torch import Tensor
 
+from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.views import in_buffer, view_in_storage
-from muonmesh.comm.wire import Swap
 from muonmesh.layout.piece_table import PieceTable, Row, joined
-from muonmesh.layout.region import row_major
-from muonmesh.layout.routes import Leg, Routes
+from muonmesh.layout.plan import Routes
 
 CopyPairs = tuple[tuple[Tensor, Tensor], ...]
 """Pairs of tensors to copy, (to, from), both of the same shape."""
 
 
-class Passage:
+class PackedAllToAll:
     """The pieces that one collective moves between this rank and its peers, in one direction.
 
     Args:
         name: "gather" (from storages to matrices) or "scatter" (from matrices to storages).
-        routes: The legs of this rank, by peer.
+        routes: The rows of this rank, by peer.
         rank: The rank of this process.
         peers: All ranks, in the order of their process group.
         owned: The assignments whose matrices are on this rank; None: all that are assembled here.
 
     Attributes:
-        stored: The legs whose storage is on this rank, by peer.
-        leaving: The legs that this rank sends.
+        stored: The rows whose storage is on this rank, by peer.
+        leaving: The rows that this rank sends.
         sent, received: The elements that this rank sends to each peer, and receives from each.
         sends, receives: Their sums.
     """
@@ -40,49 +39,50 @@ class Passage:
         self, name: str, routes: Routes, rank: int, peers: Sequence[int], owned: Container[int] | None = None
     ) -> None:
         self.stored = routes.stored
-        self._owned = {leg.assignment for some in routes.assembled.values() for leg in some} if owned is None else owned
-        (self._held, in_storage), (self._in_matrices, in_matrices) = (
-            _in_order(legs, rank, peers) for legs in (routes.stored, routes.assembled)
+        assembled = {row.assignment for rows in routes.assembled.values() for row in rows}
+        self._owned = assembled if owned is None else owned
+        (self._in_storage, in_storage), (self._in_matrices, in_matrices) = (
+            _in_order(rows_by_peer, rank, peers) for rows_by_peer in (routes.stored, routes.assembled)
         )
         gathers = name == "gather"
         self.sent, self.received = (in_storage, in_matrices) if gathers else (in_matrices, in_storage)
-        self.leaving = [leg for leg, _ in (self._held if gathers else self._in_matrices)]
+        self.leaving = self._in_storage if gathers else self._in_matrices
         self.sends, self.receives = sum(self.sent), sum(self.received)
 
     @cached_property
-    def _passed_on(self) -> list[tuple[Leg, int]]:
-        """The legs of other owners' matrices that this rank sends, each with its place in the send buffer."""
-        return [(leg, start) for leg, start in self._in_matrices if leg.assignment not in self._owned]
+    def _passed_on(self) -> list[Row]:
+        """The rows of other owners' matrices that this rank sends, in the send buffer."""
+        return [row for row in self._in_matrices if row.assignment not in self._owned]
 
     @property
     def copies_results(self) -> bool:
         """Whether this rank sends elements of its own matrices."""
         return bool(self._copies)
 
-    def sends_as(self, other: Passage) -> bool:
+    def sends_as(self, other: PackedAllToAll) -> bool:
         """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
         return self._copies == other._copies and not self._passed_on and not other._passed_on
 
-    def passed_on(self, arrived: Passage, receive: Tensor, send: Tensor) -> CopyPairs:
+    def passed_on(self, arrived: PackedAllToAll, receive: Tensor, send: Tensor) -> CopyPairs:
         """Return the copies for results that are passed on: from the previous receive buffer to the send buffer."""
         if not self._passed_on:
             return ()
         rows = {(row.assignment, row.piece): row for row in arrived.arriving.rows}
-        pairs = [(Row.on_wire(leg, 0, start), rows[leg.assignment, leg.piece]) for leg, start in self._passed_on]
+        pairs = [(row, rows[row.assignment, row.piece]) for row in self._passed_on]
         return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
-    def swap(self, what: str, send: Tensor, receive: Tensor) -> Swap:
+    def all_to_all(self, name: str, send: Tensor, receive: Tensor) -> AllToAll:
         """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
-        return Swap(what, send[: self.sends], receive[: self.receives], self.sent, self.received)
+        return AllToAll(name, send[: self.sends], receive[: self.receives], self.sent, self.received)
 
     def on_wire(self, buffer: int) -> list[Row]:
         """Return the rows that leave or reach this rank's storage; ``buffer`` is the number of the wire buffer."""
-        return [Row.on_wire(leg, buffer, start) for leg, start in self._held]
+        return [replace(row, buffer=buffer) for row in self._in_storage]
 
     @cached_property
     def arriving(self) -> PieceTable:
         """The rows that reach this rank's storage by a scatter."""
-        return PieceTable(tuple(self.on_wire(0)))
+        return PieceTable(tuple(self._in_storage))
 
     def copies(self, matrices: Mapping[int, Tensor], wire: Tensor) -> CopyPairs:
         """Return pairs of views of this rank's travelling elements: in their matrix, and in a wire buffer."""
@@ -93,23 +93,23 @@ class Passage:
     @cached_property
     def _copies(self) -> tuple[Row, ...]:
         """The rows of this rank's matrices that travel, by assignment; their storage is the wire buffer."""
-        found: dict[int, list[Row]] = {}
-        for leg, start in self._in_matrices:
-            if leg.assignment in self._owned:
-                piece = replace(leg.piece, storage_start=start, storage_strides=row_major(leg.piece.shape))
-                found.setdefault(leg.assignment, []).append(Row.in_matrix(replace(leg, piece=piece), 0, 0))
-        return joined(itertools.chain.from_iterable(found.values()))
+        rows_of: dict[int, list[Row]] = {}
+        for row in self._in_matrices:
+            if row.assignment in self._owned:
+                piece = replace(row.piece, storage_start=row.start, storage_strides=row.strides)
+                rows_of.setdefault(row.assignment, []).append(replace(row, piece=piece).in_matrix(0, 0))
+        return joined(itertools.chain.from_iterable(rows_of.values()))
 
 
 def _in_order(
-    legs: Mapping[int, Sequence[Leg]], rank: int, peers: Sequence[int]
-) -> tuple[list[tuple[Leg, int]], list[int]]:
-    """Return the legs that travel, each with its place in a wire buffer, and the elements of each rank's segment."""
-    places, sizes, start = list[tuple[Leg, int]](), [], 0
+    rows_by_peer: Mapping[int, Sequence[Row]], rank: int, peers: Sequence[int]
+) -> tuple[list[Row], list[int]]:
+    """Return the rows that travel, in a wire buffer, and the elements of each rank's segment."""
+    rows, sizes, start = list[Row](), [], 0
     for peer in peers:
         first = start
-        for leg in legs.get(peer, ()) if peer != rank else ():
-            places.append((leg, start))
-            start += leg.piece.numel
+        for row in rows_by_peer.get(peer, ()) if peer != rank else ():
+            rows.append(row.on_wire(0, start))
+            start += row.piece.numel
         sizes.append(start - first)
-    return places, sizes
+    return rows, sizes

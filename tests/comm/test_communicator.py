@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muonmesh.comm.wire import Swap, Wire
+from muonmesh.comm.communicator import AllToAll, Communicator
+
+COVERS = (
+    "comm.communicator.Communicator",
+    "comm.communicator.AllToAll",
+)
 
 RANKS = 4
 
@@ -35,11 +40,11 @@ def elements(seed: int, of: int, to: int) -> Tensor:
     return torch.randint(0, 100, (count,), generator=generator).to(torch.bfloat16)
 
 
-def wires(count: int) -> list[Wire]:
-    return [Wire(tuple(range(RANKS)), dist.group.WORLD) for _ in range(count)]
+def wires(count: int) -> list[Communicator]:
+    return [Communicator(tuple(range(RANKS)), dist.group.WORLD) for _ in range(count)]
 
 
-def begin(wire: Wire, seed: int) -> tuple[Any, Tensor, Tensor]:
+def begin(communicator: Communicator, seed: int) -> tuple[Any, Tensor, Tensor]:
     """Start a swap; with it come what arrives and what should."""
     me = dist.get_rank()
     leaving = [elements(seed, me, peer) for peer in range(RANKS)]
@@ -47,16 +52,16 @@ def begin(wire: Wire, seed: int) -> tuple[Any, Tensor, Tensor]:
     received = [len(part) for part in expected]
     receive = torch.full((sum(received),), -1.0, dtype=torch.bfloat16)
     sent = [len(part) for part in leaving]
-    transfer = wire.swap(Swap(f"swap {seed}", torch.cat(leaving), receive, sent, received))
+    transfer = communicator.start(AllToAll(f"swap {seed}", torch.cat(leaving), receive, sent, received))
     return transfer, receive, torch.cat(expected)
 
 
 def several_under_way() -> list[bool]:
-    (wire,) = wires(1)
-    begun = [begin(wire, seed) for seed in range(5)]
+    (communicator,) = wires(1)
+    begun = [begin(communicator, seed) for seed in range(5)]
     right = []
     for transfer, receive, expected in reversed(begun):
-        wire.finish(transfer)
+        communicator.finish(transfer)
         right.append(torch.equal(receive, expected))
         assert not transfer.works, "what is over holds nothing"
         assert not transfer.memory, "what is over holds nothing"
@@ -81,12 +86,12 @@ def test_two_wires_of_one_group_need_not_begin_in_one_order(workers) -> None:
 
 
 def messages() -> tuple[dict[str, int], int, int, int]:
-    (wire,) = wires(1)
+    (communicator,) = wires(1)
     with Called() as called:
-        transfer, receive, expected = begin(wire, 7)
-    wire.finish(transfer)
+        transfer, receive, expected = begin(communicator, 7)
+    communicator.finish(transfer)
     assert torch.equal(receive, expected)
-    counts = wire.counts
+    counts = communicator.counts
     return dict(called.names), counts.collectives, counts.bytes_sent, counts.bytes_received
 
 

@@ -17,14 +17,14 @@ _device = torch.device("cpu")
 """The device of the parameters. Torch sends objects by the current device, which several ranks may have in common."""
 
 
-def send_by(device: torch.device) -> None:
+def send_objects_by(device: torch.device) -> None:
     """Let the messages of this process travel by a device from now on: that of its parameters."""
     global _device
     _device = device
 
 
-def tell_all(
-    mine: T,
+def gather_objects(
+    item: T,
     error: Exception | None = None,
     *,
     group: dist.ProcessGroup | Literal["world"] | None = "world",
@@ -33,7 +33,7 @@ def tell_all(
     """Gather a Python object from every rank of a group, in their order; all ranks call it.
 
     Args:
-        mine: The object of this rank; it is pickled.
+        item: The object of this rank; it is pickled.
         error: The error that this rank found, if any.
         group: The ranks; None: this rank alone.
         kind: The class of the error that the other ranks raise.
@@ -47,29 +47,29 @@ def tell_all(
     if group is None or dist.get_world_size(group) == 1:
         if error is not None:
             raise error
-        return [mine]
+        return [item]
     message = None if error is None else str(error)
     if not isinstance(error, MuonMeshError | ValueError | TypeError | None):
         message = f"{type(error).__name__}: {message}"
-    everyone: list[tuple[T, str | None]] = [(mine, message)] * dist.get_world_size(group)
+    everyone: list[tuple[T, str | None]] = [(item, message)] * dist.get_world_size(group)
     by_host = "cpu:" in dist.get_backend_config(group)
     with torch.accelerator.device_index(None if by_host else _device.index):
-        dist.all_gather_object(everyone, (mine, message), group=group)
+        dist.all_gather_object(everyone, (item, message), group=group)
     if error is not None:
         raise error
-    for rank, (_, told) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
-        if told is not None:
-            raise kind(about(f"rank {rank}", told))
+    for rank, (_, text) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        if text is not None:
+            raise kind(about(f"rank {rank}", text))
     return [value for value, _ in everyone]
 
 
-def tell_by_rank(mine: T, error: Exception | None = None, *, group: dist.ProcessGroup | None) -> dict[int, T]:
-    """Gather an object from every rank of a group as `tell_all` does; return the objects by rank."""
+def gather_objects_by_rank(item: T, error: Exception | None = None, *, group: dist.ProcessGroup | None) -> dict[int, T]:
+    """Gather an object from every rank of a group as `gather_objects` does; return the objects by rank."""
     ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
-    return dict(zip(ranks, tell_all(mine, error, group=group), strict=True))
+    return dict(zip(ranks, gather_objects(item, error, group=group), strict=True))
 
 
-def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
+def results_of_all_ranks(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> list[T]:
     """Call ``work`` on each rank, and return the results of all ranks in order. All ranks call this.
 
     The results are pickled.
@@ -78,10 +78,10 @@ def agreed(work: Callable[[], T], *, kind: type[MuonMeshError] = PlanError) -> l
         Exception: the error of ``work``, on each rank where it failed.
         MuonMeshError: an error of class ``kind`` on the other ranks, with the message of the first rank that failed.
     """
-    mine: Any = None
+    result: Any = None
     failure: Exception | None = None
     try:
-        mine = work()
+        result = work()
     except Exception as error:
         failure = error
-    return tell_all(mine, failure, kind=kind)
+    return gather_objects(result, failure, kind=kind)

@@ -60,16 +60,16 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
     Raises:
         LayoutError: it is not clear whether parameters are copies. Every rank raises this error.
     """
-    held: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}
-    for rank, told in claims.items():
-        for claim in told:
-            held.setdefault((claim.name, claim.kind), {}).setdefault(claim.ranks, {})[rank] = claim
-    found: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
-    for (name, _), sets in held.items():
+    claims_of: dict[tuple[str, str], dict[tuple[int, ...], dict[int, Claim]]] = {}
+    for rank, by_rank in claims.items():
+        for claim in by_rank:
+            claims_of.setdefault((claim.name, claim.kind), {}).setdefault(claim.ranks, {})[rank] = claim
+    copies_of: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
+    for (name, _), sets in claims_of.items():
         alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for ranks in sorted(ranks for ranks, told in sets.items() if len(told) == len(ranks)):
+        for ranks in sorted(ranks for ranks, by_rank in sets.items() if len(by_rank) == len(ranks)):
             alike.setdefault(tuple(sets[ranks][rank].bits for rank in ranks), []).append(ranks)
-        unknown = any(claim.unknown for told in sets.values() for claim in told.values())
+        unknown = any(claim.unknown for by_rank in sets.values() for claim in by_rank.values())
         if unknown and len(alike) > 1:
             first, other = (copies[0] for copies in list(alike.values())[:2])
             raise _doubtful(name, "weights", first, other)
@@ -80,8 +80,8 @@ def find_copies(claims: Mapping[int, Sequence[Claim]]) -> Copies:
                 if any(_differ(sets[first][a].gradient, sets[other][b].gradient) for a, b in pairs):
                     raise _doubtful(name, "gradients of equal weights", first, other)
             if len(copies) > 1:
-                found.update({(name, ranks): copies for ranks in copies})
-    return found
+                copies_of.update({(name, ranks): copies for ranks in copies})
+    return copies_of
 
 
 def added(gradients: Gradients) -> dict[int, Sums]:
@@ -92,33 +92,33 @@ def added(gradients: Gradients) -> dict[int, Sums]:
     }
 
 
-def insist_on_averages(held: Mapping[int, Mapping[int, Sums]], ask: Callable[[], Mapping[int, Gradients]]) -> None:
+def insist_on_averages(sums_of: Mapping[int, Mapping[int, Sums]], ask: Callable[[], Mapping[int, Gradients]]) -> None:
     """Check that replicas that the user or DDP declares have equal gradients.
 
     Args:
-        held: For each rank of the connected set what `added` returns there.
+        sums_of: For each rank of the connected set what `added` returns there.
         ask: Returns the gradients of each rank, by which the error names a parameter. All ranks call it, or none.
 
     Raises:
         LayoutError: gradients differ, so nothing has averaged them. Every rank raises this error.
     """
     first: dict[int, tuple[int, Sums]] = {}
-    for rank, sums in held.items():
-        for key, found in sums.items():
-            other, expected = first.setdefault(key, (rank, found))
-            if _differ(expected, found):
+    for rank, sums in sums_of.items():
+        for key, of_rank in sums.items():
+            other, expected = first.setdefault(key, (rank, of_rank))
+            if _differ(expected, of_rank):
                 everyone = ask()
-                here, there = everyone[other][key], everyone[rank][key]
-                name = max(here, key=lambda name: _distance(here[name], there[name]))
-                (norm, product), (norm_there, product_there) = here[name], there[name]
-                told = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
-                told += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
-                told += f"{product_there:.4g}). Nothing has averaged them, or ranks step optimizers in another order. "
-                told += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
-                told += "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
-                told += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "
-                told += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
-                raise LayoutError(about(name, told + 'process_group="local"'))
+                by_name, other_by_name = everyone[other][key], everyone[rank][key]
+                name = max(by_name, key=lambda name: _distance(by_name[name], other_by_name[name]))
+                (norm, product), (norm_there, product_there) = by_name[name], other_by_name[name]
+                text = f"The ranks {other} and {rank} hold replicas of this parameter, but their gradients differ "
+                text += f"(norms {norm:.4g} and {norm_there:.4g}, products with a fixed vector {product:.4g} and "
+                text += f"{product_there:.4g}). Nothing has averaged them, or ranks step optimizers in another order. "
+                text += "Under DistributedDataParallel, call the wrapper, not its .module, and run the last "
+                text += "micro-batch outside of no_sync(). Without a wrapper, average each gradient over the group of "
+                text += "the replicas before optimizer.step(): dist.all_reduce(p.grad, group=group); "
+                text += "p.grad /= dist.get_world_size(group). If each rank trains its own copy, write "
+                raise LayoutError(about(name, text + 'process_group="local"'))
 
 
 def _differ(a: Sums | None, b: Sums | None) -> bool:
@@ -128,13 +128,13 @@ def _differ(a: Sums | None, b: Sums | None) -> bool:
 
 
 def _distance(a: Sums, b: Sums) -> float:
-    return max(abs(one - other) for one, other in zip(a, b, strict=True))
+    return max(abs(number - other) for number, other in zip(a, b, strict=True))
 
 
-def _doubtful(name: str, what: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
-    told = f"Parameters of this name have different {what} on the ranks {tuple(first)} and {tuple(other)}. If "
-    told += "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
-    told += "gradients (SequenceParallel() for a norm). If these are two parameters, write "
-    told += 'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
-    told += "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm"
-    return LayoutError(about(name, told))
+def _doubtful(name: str, difference: str, first: Sequence[int], other: Sequence[int]) -> LayoutError:
+    text = f"Parameters of this name have different {difference} on the ranks {tuple(first)} and {tuple(other)}. If "
+    text += "these are copies of one parameter, broadcast the weights, and let the plan of parallelize_module sum the "
+    text += "gradients (SequenceParallel() for a norm). If these are two parameters, write "
+    text += 'Muon(..., process_group="local"), or pass gradients= with a GradientSource whose group() returns the '
+    text += "ranks that share each. muonmesh does not guess, because a wrong guess gives a wrong norm"
+    return LayoutError(about(name, text))

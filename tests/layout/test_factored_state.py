@@ -13,11 +13,13 @@ from torch import Tensor
 
 from muonmesh.errors import LayoutError
 from muonmesh.layout import FlatShards, Layout, MeshLayout, split_matrices
-from muonmesh.layout.companion import Side, companion_matrices, companions_in_buffers
-from muonmesh.layout.routes import pieces
+from muonmesh.layout.factored_state import Side, factored_in_buffers, factored_matrices
+from muonmesh.layout.piece_table import pieces
 from tests.support import fuzzing
 from tests.support.fuzzing import COUNT, generated
 from tests.support.reference import split
+
+COVERS = ("layout.factored_state.factored_matrices",)
 
 SIDES: tuple[Side, ...] = ("rows", "cols", "matrix")
 
@@ -46,19 +48,19 @@ def numbers_of(matrix: Tensor, side: Side) -> Tensor:
         ((6, 4, 3, 3), ("flatten", ("rows", 2, 4)), (6, 1, 1, 1), (2, 4, 3, 3), (2, 1, 1, 1)),
     ],
 )
-def test_a_companion_has_one_number_for_each(
+def test_a_factored_state_has_one_number_for_each(
     shape: tuple[int, ...], spec: Any, rows: tuple[int, ...], cols: tuple[int, ...], matrix: tuple[int, ...]
 ) -> None:
-    assert [companion_matrices("w", shape, spec, side)[0] for side in SIDES] == [rows, cols, matrix]
+    assert [factored_matrices("w", shape, spec, side)[0] for side in SIDES] == [rows, cols, matrix]
 
 
 @generated(fuzzing.specs(40), COUNT // 2)
 def test_the_numbers_of_a_matrix_are_in_the_order_of_its_rows_and_columns(example: Any) -> None:
-    """Told by plain slicing: a companion splits into as many parts as the parameter, each as long as its side."""
+    """Told by plain slicing: a factored state splits into as many parts as the parameter, each as long as its side."""
     shape, spec = example
     whole = split(torch.arange(math.prod(shape)).reshape(shape), spec)
     for side in SIDES:
-        shrunk, matrices = companion_matrices("w", shape, spec, side)
+        shrunk, matrices = factored_matrices("w", shape, spec, side)
         parts = split_matrices("w", shape, spec)
         assert [m.index for m in matrices] == [m.index for m in parts]
         for part, own in zip(parts, matrices, strict=True):
@@ -72,7 +74,7 @@ def test_the_numbers_of_a_matrix_are_in_the_order_of_its_rows_and_columns(exampl
             assert sorted(order) == list(range(math.prod(shrunk)))
             for matrix, some in zip(whole, assembled(kept, matrices), strict=True):
                 assert len(matrix) == len(some)
-                # Rows that come later in the parameter have their numbers later in the companion.
+                # Rows that come later in the parameter have their numbers later in the factored state.
                 assert torch.equal(matrix[:, 0].argsort(), some.argsort())
 
 
@@ -94,35 +96,35 @@ def assembled(kept: Tensor, matrices: Any) -> list[Tensor]:
 
 def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
     layout = MeshLayout((10, 4), (4,), (0, 1, 2, 3), (fuzzing.Shard(0),))
-    companion = replace(layout, shape=(10, 1))
-    assert [companion.local_shape(rank) for rank in range(4)] == [(3, 1), (3, 1), (3, 1), (1, 1)]
+    factored = replace(layout, shape=(10, 1))
+    assert [factored.local_shape(rank) for rank in range(4)] == [(3, 1), (3, 1), (3, 1), (1, 1)]
     flat = FlatShards.cut((3, 4), (0, 1, 2), (0, 5, 6, 12))  # the second row begins on rank 0, the third on rank 2
-    (found,) = companions_in_buffers({"w": (flat, (3, 1))}).values()
-    assert [[i.length for i in found.held(rank)] for rank in range(3)] == [[2], [], [1]]
+    (found,) = factored_in_buffers({"w": (flat, (3, 1))}).values()
+    assert [[i.length for i in found.intervals_of(rank)] for rank in range(3)] == [[2], [], [1]]
 
 
-def check(shape: tuple[int, ...], spec: Any, companion: Layout, parameter: Layout, side: Side) -> None:
-    """A companion covers its numbers once in each replica, and each owner reads them from its own replica."""
-    companion.prove_cover()
-    assert set(companion.ranks) == set(parameter.ranks)
-    shrunk, matrices = companion_matrices("w", shape, spec, side)
-    assert companion.shape == shrunk
+def check(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout, side: Side) -> None:
+    """A factored state covers its numbers once in each replica, and each owner reads them from its own replica."""
+    factored.prove_cover()
+    assert set(factored.ranks) == set(parameter.ranks)
+    shrunk, matrices = factored_matrices("w", shape, spec, side)
+    assert factored.shape == shrunk
     values = torch.arange(1, math.prod(shrunk) + 1).reshape(shrunk)
     expected = assembled(values, matrices)
     memory = {}
-    for rank in companion.ranks:
-        local = memory[rank] = torch.zeros(math.prod(companion.local_shape(rank)), dtype=values.dtype)
-        for block in companion.blocks(rank):
+    for rank in factored.ranks:
+        local = memory[rank] = torch.zeros(math.prod(factored.local_shape(rank)), dtype=values.dtype)
+        for block in factored.blocks(rank):
             box = tuple(
                 slice(first, first + count)
                 for first, count in zip(block.region.offset, block.region.shape, strict=True)
             )
             local.as_strided(block.region.shape, block.strides, block.start).copy_(values[box])
-    for rank in companion.ranks:
+    for rank in factored.ranks:
         for matrix, numbers in zip(matrices, expected, strict=True):
             gathered = torch.zeros(matrix.numel, dtype=values.dtype)
-            for holder in companion.replica(rank):
-                for piece in pieces(companion, holder, matrix):
+            for holder in factored.replica(rank):
+                for piece in pieces(factored, holder, matrix):
                     target = gathered.as_strided(piece.shape, piece.matrix_strides, piece.matrix_start)
                     assert not target.any()  # no number comes from two holders
                     target.copy_(memory[holder].as_strided(piece.shape, piece.storage_strides, piece.storage_start))
@@ -133,13 +135,13 @@ def check(shape: tuple[int, ...], spec: Any, companion: Layout, parameter: Layou
 def test_on_any_mesh_each_owner_gets_every_number_once(held: fuzzing.Held) -> None:
     (source,) = held.sources
     for side in SIDES:
-        shrunk, _ = companion_matrices("w", held.shapes[0], held.specs[0], side)
+        shrunk, _ = factored_matrices("w", held.shapes[0], held.specs[0], side)
         if isinstance(source, MeshLayout):
-            companion: Layout = replace(source, shape=shrunk)
+            factored: Layout = replace(source, shape=shrunk)
         else:
             assert isinstance(source, FlatShards)
-            companion = companions_in_buffers({"w": (source, shrunk)})["w"]
-        check(held.shapes[0], held.specs[0], companion, source, side)
+            factored = factored_in_buffers({"w": (source, shrunk)})["w"]
+        check(held.shapes[0], held.specs[0], factored, source, side)
 
 
 @generated(fuzzing.in_flat_buffers(largest=30), COUNT // 4)
@@ -148,12 +150,12 @@ def test_in_flat_buffers_each_owner_gets_every_number_once(held: fuzzing.Held) -
         pairs = {}
         for number, (shape, spec, layout) in enumerate(zip(held.shapes, held.specs, held.targets, strict=True)):
             assert isinstance(layout, FlatShards)
-            pairs[str(number)] = layout, companion_matrices("w", shape, spec, side)[0]
-        found = companions_in_buffers(pairs)
+            pairs[str(number)] = layout, factored_matrices("w", shape, spec, side)[0]
+        found = factored_in_buffers(pairs)
         for number, (shape, spec) in enumerate(zip(held.shapes, held.specs, strict=True)):
             check(shape, spec, found[str(number)], held.targets[number], side)
         for rank in held.targets[0].ranks:  # end to end, without gaps or overlaps
-            lengths = [interval for layout in found.values() for interval in layout.held(rank)]
+            lengths = [interval for layout in found.values() for interval in layout.intervals_of(rank)]
             position = 0
             for interval in lengths:
                 assert interval.start == position
@@ -161,7 +163,7 @@ def test_in_flat_buffers_each_owner_gets_every_number_once(held: fuzzing.Held) -
             assert {layout.local_shape(rank) for layout in found.values()} == {(position,)}
 
 
-def test_a_companion_that_misses_a_number_is_found() -> None:
+def test_a_factored_state_that_misses_a_number_is_found() -> None:
     """The proof of a plan sees it as it sees a parameter that is not covered."""
     flat = FlatShards.cut((3, 1), (0, 1), (0, 2, 2))
     with pytest.raises(LayoutError, match="held by none"):

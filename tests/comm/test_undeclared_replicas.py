@@ -25,6 +25,11 @@ from muonmesh.step.connection import placed_members
 from tests.support import problem
 from tests.support.meshes import mesh_of
 
+COVERS = (
+    "comm.undeclared_replicas.find_copies",
+    "comm.undeclared_replicas.insist_on_averages",
+)
+
 FP32: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
 MESHES = {
     "tp": ((2,), ("tp",)),

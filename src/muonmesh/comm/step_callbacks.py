@@ -1,8 +1,8 @@
-"""Work: the interface by which an exchange lets the optimizer read, compute and write."""
+"""StepCallbacks: the methods by which an exchange lets the optimizer read, compute and write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,38 +13,42 @@ from muonmesh.layout.piece_table import PieceTable, Row
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
-    """Equal matrices that only one rank holds and owns, so that they need no transfer, and one task computes them.
+class LocalBatch:
+    """Matrices that only this rank holds and owns, so that they need no transfer, and one task computes them.
 
     Attributes:
         assignments: The matrices.
-        shape: The shape of each.
+        shapes: Their shapes, see `Plan.shapes`.
         summed: Those that need sums before they are written, see `Plan.summed`.
         reads, writes: Their pieces. The buffer is a batch of the matrices, in their order.
     """
 
     assignments: tuple[int, ...]
-    shape: tuple[int, int]
+    shapes: tuple[tuple[int, int, int], ...]
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
 
 
 class Batching:
-    """How many equal matrices are computed together.
+    """Which matrices are computed together.
 
     This base class is for a rank that owns nothing.
     """
 
-    def at_once(self, number: int, count: int, *, stays: bool = False) -> int:
-        """Return how many of ``count`` matrices that are equal to matrix ``number`` are computed by one task.
+    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
+        """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together.
 
         ``stays``: They stay on their rank, so that their state is read for these alone.
         """
         return count
 
+    def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
+        """Return what is equal for matrices that one task may compute, if their settings are."""
+        return shape
 
-class CompanionState:
+
+class FactoredCallbacks:
     """State of rules by row, column or matrix: reads and writes the part that this rank stores.
 
     This base class is for a rank that stores none of it.
@@ -57,7 +61,7 @@ class CompanionState:
         """
         into.zero_()
 
-    def take(self, kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def take(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Receive the state of the matrices that this rank owns, by assignment and key.
 
         Rules write these tensors in place, and they are sent back afterwards.
@@ -67,7 +71,7 @@ class CompanionState:
         """Store a piece of state that the owner has changed, unless its matrix stays unchanged."""
 
 
-class Summands:
+class SumCallbacks:
     """The sums of rules over whole matrices: computes this rank's contributions, and receives the results.
 
     This base class is for a rank that contributes nothing.
@@ -97,29 +101,44 @@ class Summands:
 
         Args:
             assignment: The matrix.
-            into: fp64 (numbers,), in the order of `Plan.told`; zeros before.
+            into: fp64 (numbers,), in the order of `Plan.keys_with_sums`; zeros before.
         """
 
-    def take(self, assignment: int, sums: Tensor, told: Tensor) -> None:
+    def take(self, assignment: int, sums: Tensor, state: Tensor) -> None:
         """Receive the sums over a matrix, fp64 (sums,), and its owner's numbers of `tell`, before it is written."""
 
 
-class Work:
+class StepCallbacks:
     """The methods that an exchange calls to let the optimizer read, compute and write.
 
-    This base class is the work of a rank that only takes part in the collectives of the other ranks: it sends zeros,
-    and writes nothing.
+    `Exchange.run` makes these calls in each step, on every rank unless stated otherwise:
+
+    1. If rules have factored states that travel: ``factored_states.read`` for each piece that this rank stores, and
+       ``take`` once with those of the matrices that it owns.
+    2. `prepare` for the matrices of the first bucket, which then travel to their owners.
+    3. `step_elementwise`, once.
+    4. For each bucket in turn: `prepare` for the next bucket; `compute` for each batch of matrices that this rank owns;
+       `finalize` for the results that this rank stores, those that have to arrive while the next bucket is computed.
+       If rules need sums over matrices, `finalize` comes after ``summands.exponents``, ``tell``, ``limbs`` and
+       ``take``.
+    5. Between buckets, `repeat` for each batch of matrices that only this rank holds; other ranks do not take part.
+    6. ``factored_states.write`` for each piece of factored state that this rank stores.
+
+    On a CPU, `compute` and `repeat` are called by several threads at a time, each for matrices of its own.
+
+    This base class is for a rank that only takes part in the collectives of the other ranks: it sends zeros, and writes
+    nothing.
 
     The rows of `Elements` name elements of one matrix each: their places in the local storage of parameter number
     ``row.parameter`` of the plan, read as a contiguous array, and in a buffer.
 
     Attributes:
-        companions: State of rules by row, column or matrix.
+        factored_states: State of rules by row, column or matrix.
         summands: This rank's contributions to sums over matrices.
     """
 
-    companions: CompanionState = CompanionState()
-    summands: Summands = Summands()
+    factored_states: FactoredCallbacks = FactoredCallbacks()
+    summands: SumCallbacks = SumCallbacks()
 
     def prepare(self, assignments: Sequence[int], elements: Elements, ahead: Sequence[int] = ()) -> None:
         """Fold the gradients of matrices into their momenta, and write the input of the orthogonalization.
@@ -131,13 +150,14 @@ class Work:
         for _, into in elements:
             into.zero_()
 
-    def repeat(self, batch: Local, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
+    def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
         """Let ``run(*memory)`` prepare, compute and finalize a batch; ``memory`` is for matrices and results."""
         run(*memory)
 
-    def compute(self, matrices: Sequence[int], batch: Tensor, out: Tensor) -> None:
-        """Orthogonalize a batch of matrices (b, rows, cols) of the same settings; any thread may call this."""
-        out.zero_()
+    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Orthogonalize matrices of the same settings, (b, rows, cols) for each shape; any thread may call this."""
+        for results in out:
+            results.zero_()
 
     def finalize(self, elements: Elements) -> None:
         """Apply the updates in the buffers to the elements that this rank stores."""

@@ -23,6 +23,13 @@ import muonmesh as mm
 from muonmesh.step.parameters import ReadyParameters
 from tests.support import problem
 
+COVERS = (
+    "checkpoint.load_plan.LoadPlan",
+    "checkpoint.load_plan.plan_load",
+    "checkpoint.record.ParameterRecord",
+    "checkpoint.form.check_state_dict",
+)
+
 SHAPES = {"qkv.weight": (12, 6), "up.weight": (9, 5), "embed.weight": (7, 4), "norm.bias": (5,)}
 FUSED: dict[str, Any] = {"qkv.weight": ("rows", 4, 4, 4)}
 

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.numerics.blockwise import Codes, decode, encode, largest
 from muonmesh.step.int8_momentum import SCALE
+from tests.support.tensors import random
+
+COVERS = (
+    "numerics.blockwise.encode",
+    "numerics.blockwise.decode",
+    "step.int8_momentum.Int8Codec",
+    "step.int8_momentum.Blocks",
+)
 
 SHAPES: list[tuple[tuple[int, ...], object]] = [((40, 600), None), ((600, 40), None), ((9, 70, 3, 3), "flatten")]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def dynamic_tree() -> Tensor:

@@ -17,6 +17,7 @@ import muonmesh as mm
 from muonmesh import checkpoint
 from muonmesh.step.runtime import Driver
 from tests.support.meshes import mesh_of
+from tests.support.tensors import same_bits
 
 SHAPES = {"wide": (6, 700), "tall": (700, 6), "stack": (3, 5, 520)}
 
@@ -68,17 +69,13 @@ def results(model: Bag, optimizer: mm.Muon) -> list[Tensor]:
     return [whole(t).detach() for p in parameters for t in (p, optimizer.state[p]["momentum_buffer"])]
 
 
-def equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 def sharded(dim: int, device: bool, rounded: int | None) -> tuple[bool, bool]:
     """Step sharded and alone; also whether explain() told the collectives."""
     (model, optimizer), (twin, alone) = (made(of, "int8", device=device, rounded=rounded) for of in (dim, None))
     train(model, optimizer, range(3))
     train(twin, alone, range(3))
     told = optimizer.explain().collectives == optimizer.counts.collectives
-    return equal(results(model, optimizer), results(twin, alone)), told
+    return same_bits(results(model, optimizer), results(twin, alone)), told
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["as on a cpu", "as on a device"])
@@ -116,7 +113,7 @@ def resumed(folder: Path) -> list[bool]:
         found.append(all(same))
         train(other, loaded, range(2, 4))
         if state_dtype == "int8":
-            found.append(equal(results(other, loaded), results(twin, alone)))
+            found.append(same_bits(results(other, loaded), results(twin, alone)))
     return found
 
 
@@ -131,7 +128,7 @@ def kept_by_name(folder: Path) -> list[bool]:
     other, loaded = made(-1, "int8")
     checkpoint.load(folder, other, loaded)
     train(other, loaded, range(2, 4))
-    return [equal(results(*pair), results(twin, alone)) for pair in ((model, optimizer), (other, loaded))]
+    return [same_bits(results(*pair), results(twin, alone)) for pair in ((model, optimizer), (other, loaded))]
 
 
 def test_our_own_checkpoints_hold_it_too(workers, tmp_path) -> None:
@@ -153,7 +150,7 @@ def resumed_by_our_own_checkpoints(folder: Path) -> list[bool]:
     for some in ((model, optimizer), (other, loaded)):
         train(*some, range(2, 4))
     train(twin, alone, range(4))
-    return [equal(results(*some), results(twin, alone)) for some in ((model, optimizer), (other, loaded))]
+    return [same_bits(results(*some), results(twin, alone)) for some in ((model, optimizer), (other, loaded))]
 
 
 def test_our_own_checkpoints_carry_it_too(workers, tmp_path) -> None:

@@ -1,0 +1,40 @@
+"""Runs of `muonmesh train`: the text that they learn from, and the losses that they leave behind."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from muonmesh.tools.cli.corpus import standard_library
+from muonmesh.tools.cli.report import read_metrics
+
+Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
+
+
+def copy_texts(folder: Path, count: int) -> Path:
+    """Copy so many files of the standard library into a folder, which is made; return it."""
+    folder.mkdir(exist_ok=True)
+    for file in sorted(standard_library(), key=lambda path: path.name)[: 2 * count : 2]:
+        shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
+    return folder
+
+
+def losses_of(run: Path) -> Losses:
+    """Return every loss and validation loss of a run."""
+    return {
+        (record["run"], record["step"], key): record[key]
+        for record in read_metrics(run)
+        for key in ("loss", "validation_loss")
+        if key in record
+    }
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 600.0) -> None:
+    """Wait until a condition holds, and fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
