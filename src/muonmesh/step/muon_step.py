@@ -27,7 +27,7 @@ from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
-from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep, Views
+from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, Kind, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.planning import StepPlan
 from muonmesh.step.stored_factored import RuleSums, StoredFactored
@@ -85,7 +85,7 @@ class MuonStep(StepCallbacks):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, object]] = {}
+        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
         self._row_views: dict[tuple[int, object], Views] = {}
 
@@ -129,23 +129,23 @@ class MuonStep(StepCallbacks):
             return
         facts = ready.version, ready.rules, kernels.active
         ids = [*map(id, facts), *map(Tensor.data_ptr, memory)]
-        last, located, _ = self._places.get(batch, ([], None, ()))
+        last, located, kind, _ = self._places.get(batch, ([], None, None, ()))
         if last != ids:
-            located = None
-            if self._only_orthogonalizes(batch.assignments[0]):
+            located, kind = None, ready.of(batch.assignments[0]).kind
+            if _only_orthogonalizes(kind):
                 located = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
-            self._places[batch] = ids, located, facts  # which stay alive, so that nothing else takes their identity
-        if located is None:
+            self._places[batch] = (
+                ids,
+                located,
+                kind,
+                facts,
+            )  # which stay alive, so that nothing else takes their identity
+        if located is None or kind is None:
             run(*memory)
         else:
-            run_again(self._recordings, run, memory, (batch, located.facts), located.beside)
+            with kind.orthogonalizer.exactly():
+                run_again(self._recordings, run, memory, (batch, located.facts), located.beside)
             torch.autograd.graph.increment_version(located.written)
-
-    def _only_orthogonalizes(self, number: int) -> bool:
-        """Whether the kernels between fold and apply are the same in every step."""
-        kind = self.ready.of(number).kind
-        alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
-        return alone and kind.orthogonalizer.repeats
 
     def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
@@ -274,6 +274,11 @@ class MuonStep(StepCallbacks):
             total = torch.stack(squares).sum() / member.storage.copies
             self.ready.squares.setdefault(member.group, []).append(total)  # by any thread
         return True
+
+
+def _only_orthogonalizes(kind: Kind) -> bool:
+    """Whether the kernels between fold and apply are the same in every step."""
+    return kind.rule.orthogonalizes and not (kind.balances or kind.changes) and kind.orthogonalizer.repeats
 
 
 def _one_by_one(batches: Sequence[Tensor]) -> Iterator[Tensor]:
