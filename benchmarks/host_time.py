@@ -81,7 +81,7 @@ def pretend_device(shrunk: int) -> None:
     triton_launch.device_of = lambda tensor: torch.device("cuda:0")
 
     def products(kernels: Any, *, rows: int, cols: int, **others: Any) -> Any:
-        return triton_products(at_once=max(1, (1 << 30) // (rows * cols * 2 * shrunk**2)))
+        return triton_products(batch_limit=max(1, (1 << 30) // (rows * cols * 2 * shrunk**2)))
 
     resolve_method = newton_schulz.resolve_method
 
@@ -190,7 +190,7 @@ def serve(name: str) -> None:
         counted[who] = {"triton": launched() - before, "calls": dict(counter.calls.most_common())}
     print(json.dumps(counted), flush=True)
     scalar, matrix = torch.ones(1), torch.ones(1, 8, 8, dtype=torch.bfloat16)
-    into, table = torch.empty_like(matrix), triton_products(at_once=1)
+    into, table = torch.empty_like(matrix), triton_products(batch_limit=1)
     single = {
         "a product by Triton": lambda: table.multiply(matrix, matrix, [(matrix, 1.0)], into, alpha=1.0),
         "an operation of torch": lambda: torch.add(scalar, scalar),

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.triton import multiply, triton_products
+from muonmesh.numerics.kernels.triton import by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
 from tests.support.figures import GPT2, bag, ours
@@ -70,7 +70,7 @@ def seconds(call: Callable[[], Any], device: torch.device, *, times: int = 20) -
 def host(device: torch.device, times: int = 100) -> Iterator[Line]:
     """The host's time of a small product by Triton, of an operation of torch and of a view."""
     rates, x = DeviceRates(), torch.randn(1, 64, 64, device=device, dtype=torch.bfloat16)
-    out, table = torch.empty_like(x), triton_products(at_once=1)
+    out, table = torch.empty_like(x), triton_products(batch_limit=1)
     calls = {
         "a product by Triton": (lambda: table.multiply(x, x, [(x, 1.0)], out, alpha=1.0), rates.kernel),
         "an operation of torch": (lambda: torch.add(x, x), rates.operation),
@@ -83,7 +83,7 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
 
 def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20) -> Iterator[Line]:
     """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS, and of full products Q X."""
-    rates, table = DeviceRates(), triton_products(at_once=1)
+    rates, table = DeviceRates(), triton_products(batch_limit=1)
     one = torch.ones(1, 1, 1, device=device)
     for side in sides:
         x = torch.randn(1, side, side, device=device, dtype=torch.bfloat16)
@@ -101,8 +101,8 @@ def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20
             q, y = (torch.randn(1, side, n * side, device=device).to(dtype) for n in (1, 2))
             out = torch.empty_like(y)
             full: dict[str, Callable[[], Any]] = {
-                "Triton, a·X + Q X": lambda q=q, y=y, out=out: multiply(q, y, [(y, 2.0)], out, symmetric=False),
-                "Triton, Q X": lambda q=q, y=y, out=out: multiply(q, y, [], out, symmetric=False),
+                "Triton, a·X + Q X": lambda q=q, y=y, out=out: by_triton(q, y, [(y, 2.0)], out, symmetric=False),
+                "Triton, Q X": lambda q=q, y=y, out=out: by_triton(q, y, [], out, symmetric=False),
                 "cuBLAS, Q X": lambda q=q, y=y, out=out: torch.mm(q[0], y[0], out=out[0]),
             }
             for name, call in full.items():

@@ -93,6 +93,41 @@ def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], 
     return [type(one).__name__ for one in orthogonalizer._recordings.values()], same, max(errors)
 
 
+def by_torch() -> tuple[list[float], set[bool], int, int]:
+    """Errors of large plain products, whether torch may add up in fp16 in them, and how many there are in five steps.
+
+    Also how many batches were started again.
+    """
+    flags, products = [], torch.addmm
+
+    def noted(*given: Any, **options: Any) -> Tensor:
+        flags.append(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
+        result: Tensor = products(*given, **options)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "addmm", noted)
+        patch.setattr(triton, "TORCH_FROM", {FP16: 24})
+        x, a, _ = commuting_operands(24, 136, 2, FP16)
+        errors, exact = [], 0.5 * a.double() @ x.double()
+        for given, dtype in (((), FP16), ([(x, 0.0)], FP16), ((), BF16)):  # the first alone by torch
+            result = triton_products(batch_limit=2).multiply(
+                a, x, given, torch.full_like(x, torch.nan, dtype=dtype), 0.5, symmetric=False
+            )
+            errors.append(excess(result, exact, 24))
+        assert len(flags) == 2
+        flags.clear()
+        weights = [nn.Parameter(torch.randn(24, 136)) for _ in range(2)]
+        optimizer = mm.Muon(weights, kernels="triton", process_group="local", ns_coefficients="quintic")
+        optimizer._runtime.driver = Driver(False)
+        for weight in weights:
+            weight.grad = torch.randn(24, 136)
+        for _ in range(5):
+            optimizer.step()
+        kept = optimizer._runtime.planned.collected.work._recordings.values()
+    return errors, set(flags), len(flags), sum(isinstance(one, recording.Recording) for one in kept)
+
+
 def stepped_again() -> tuple[list[bool], int]:
     """Whether pieces that are used again have the bits of new ones while memory moves, and how often it has moved."""
     torch.manual_seed(0)
@@ -185,7 +220,7 @@ def upper(x: Tensor) -> Tensor:
 
 def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[str, float]:
     """The excess of every product; raises where one wrote an operand or is not symmetric."""
-    matmuls = triton_products(at_once=3)
+    matmuls = triton_products(batch_limit=3)
     x, a, b = commuting_operands(rows, cols, batch, dtype)
     before = [t.clone() for t in (x, a, b)]
     xd, ad, bd = (t.double() for t in (x, a, b))
@@ -239,7 +274,7 @@ def products_of(rows: int, cols: int, batch: int, dtype: torch.dtype) -> dict[st
 
 def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     """Products of matrices that lie in memory in every other way."""
-    matmuls = triton_products(at_once=3)
+    matmuls = triton_products(batch_limit=3)
     x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
@@ -278,7 +313,7 @@ def far_apart() -> float:
     memory = torch.empty(3 << 30, dtype=torch.bfloat16)
     x = memory.as_strided((1, 3, 20), (0, 1 << 30, 1))
     x.copy_(commuting_operands(3, 20, 1, torch.bfloat16)[0])
-    gram = triton_products(at_once=1).multiply(
+    gram = triton_products(batch_limit=1).multiply(
         x, None, [], torch.empty(1, 3, 3, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
     )
     return excess(gram, x.double() @ x.double().mT, 20)
@@ -721,6 +756,15 @@ def test_what_is_started_again_computes_on_what_is_given_now(interpreter: Interp
     assert kept == ["Recording"]
     assert all(same)
     assert error < 0.2
+
+
+def test_large_plain_products_are_torchs_and_are_started_again(interpreter: Interpreter) -> None:
+    """One matrix at a time, in all steps but the last, which divides each by its norm; never added up in fp16."""
+    errors, flags, count, again = interpreter(by_torch)
+    assert max(errors) < 4
+    assert flags == {False}
+    assert count == 2 * 4 * 5
+    assert again == 1
 
 
 def test_a_table_is_made_once_however_its_tensors_move(interpreter: Interpreter) -> None:

@@ -190,7 +190,7 @@ def main() -> None:
     if "--again" in sys.argv:
         driver.set_active(Driver(Launcher))
         triton_launch.device_of = lambda tensor: DEVICE
-        newton_schulz.select = lambda *given, **options: triton_products(at_once=8)
+        newton_schulz.select = lambda *given, **options: triton_products(batch_limit=8)
         print(json.dumps([again(method) for method in ("standard", "gram")]))
         return
     for name, make in LAUNCHES.items():

@@ -29,7 +29,7 @@ from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
 from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus
 from muonmesh.tools.cli.model import check_parameters, parallelise
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
-from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
+from muonmesh.tools.cli.training import StopRequest, Training, require_equal_values
 from tests.support.folders import forge
 from tests.support.runs import copy_texts, prepare_run
 from tests.support.workers import Pool
@@ -396,7 +396,7 @@ def insist_apart(name: str, run: Path) -> str:
     if dist.get_rank() == 1:
         given[name] = "other"
     with pytest.raises(FileError) as caught:
-        insist_on_the_same(run, given)
+        require_equal_values(run, given)
     return str(caught.value)
 
 

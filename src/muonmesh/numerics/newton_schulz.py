@@ -8,7 +8,7 @@ long side of X only to form A and to apply the result; between them everything i
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -211,6 +211,11 @@ class Orthogonalizer:
         """Whether the started kernels do not depend on values, so that `run_again` can repeat recorded launches."""
         return self.products.normalize is not None and not self.deflated
 
+    def exactly(self) -> AbstractContextManager[None]:
+        """Return a block in which torch multiplies this dtype as such, whatever is set for the model."""
+        counts = self.dtype in (torch.float32, torch.float16) and self.products.by_torch
+        return exact_products(self.dtype) if counts else nullcontext()
+
     def __call__(self, x: Tensor, *, out: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
         like_x = out is None or (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
@@ -229,13 +234,13 @@ class Orthogonalizer:
 
         Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
         """
-        with exact_products(self.dtype) if self.dtype in (torch.float32, torch.float16) else nullcontext():
-            run, at_once, given = partial(self._run, overwrite=overwrite), self.products.at_once, [*matrices, *out]
-            fits = len(out) > 1 or 0 < len(out[0]) <= at_once
+        with self.exactly():
+            run, limit, given = partial(self._run, overwrite=overwrite), self.products.batch_limit, [*matrices, *out]
+            fits = len(out) > 1 or 0 < len(out[0]) <= limit
 
             def run_all() -> None:
-                for start in (0,) if fits else range(0, len(out[0]), at_once):
-                    run(*(given if fits else (tensor[start : start + at_once] for tensor in given)))
+                for start in (0,) if fits else range(0, len(out[0]), limit):
+                    run(*(given if fits else (tensor[start : start + limit] for tensor in given)))
 
             if self.repeats and fits:
                 run_again(self._recordings, run, given, overwrite)

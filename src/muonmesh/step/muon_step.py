@@ -27,7 +27,7 @@ from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
-from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, MatrixStep, Views
+from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, Kind, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
 from muonmesh.step.planning import Planned
 from muonmesh.step.stored_factored import RuleSums, StoredFactored
@@ -82,7 +82,7 @@ class MuonStep(StepCallbacks):
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, object]] = {}
+        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
         self._known: dict[tuple[int, object], Views] = {}
 
@@ -126,23 +126,18 @@ class MuonStep(StepCallbacks):
             return
         facts = ready.version, ready.rules, kernels.active
         now = [*map(id, facts), *map(Tensor.data_ptr, memory)]
-        last, place, _ = self._places.get(batch, ([], None, ()))
+        last, place, kind, _ = self._places.get(batch, ([], None, None, ()))
         if last != now:
-            place = None
-            if self._only_orthogonalizes(batch.assignments[0]):
+            place, kind = None, ready.of(batch.assignments[0]).kind
+            if _only_orthogonalizes(kind):
                 place = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
-            self._places[batch] = now, place, facts  # which stay alive, so that nothing else takes their identity
-        if place is None:
+            self._places[batch] = now, place, kind, facts  # which stay alive, so that nothing else takes their identity
+        if place is None or kind is None:
             run(*memory)
         else:
-            run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
+            with kind.orthogonalizer.exactly():
+                run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
             torch.autograd.graph.increment_version(place.written)
-
-    def _only_orthogonalizes(self, number: int) -> bool:
-        """Whether the kernels between fold and apply are the same in every step."""
-        kind = self.ready.of(number).kind
-        alone = kind.rule.orthogonalizes and not (kind.balances or kind.changes)
-        return alone and kind.orthogonalizer.repeats
 
     def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
@@ -271,6 +266,11 @@ class MuonStep(StepCallbacks):
             total = torch.stack(squares).sum() / member.storage.copies
             self.ready.squares.setdefault(member.group, []).append(total)  # by any thread
         return True
+
+
+def _only_orthogonalizes(kind: Kind) -> bool:
+    """Whether the kernels between fold and apply are the same in every step."""
+    return kind.rule.orthogonalizes and not (kind.balances or kind.changes) and kind.orthogonalizer.repeats
 
 
 def _one_by_one(batches: Sequence[Tensor]) -> Iterator[Tensor]:

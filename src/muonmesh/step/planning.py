@@ -196,7 +196,7 @@ class Batches(Batching):
         if self.device.type == "cpu":
             threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
             # Tasks of each thread, so that all threads have equally many.
-            turns = -(-count // (threads * one.products.at_once))
+            turns = -(-count // (threads * one.products.batch_limit))
             return max(1, -(-count // (threads * turns)))
         found = plan.batch_size(number, one.squares)
         return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found

@@ -50,6 +50,6 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())  # the same but for the order of the sums
 
 
-def torch_products(*, at_once: int) -> Matmuls:
-    """The table for batches of at most `at_once` matrices."""
-    return Matmuls(multiply=multiply, at_once=at_once)
+def torch_products(*, batch_limit: int) -> Matmuls:
+    """The table for batches of at most `batch_limit` matrices."""
+    return Matmuls(multiply=multiply, batch_limit=batch_limit)

@@ -22,7 +22,7 @@ _MOST = 1024
 """The largest number of layouts that are remembered for one function. Beyond it all of them are forgotten."""
 _REPEATED = {
     *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale"),
-    *("copy_", "lerp", "mul"),
+    *("addmm", "copy_", "lerp", "mul"),
 }
 """The operators that a recording may hold. Given tensors of one layout, each starts the same kernels every time. It
 reads and writes only these tensors."""

@@ -25,6 +25,17 @@ _operation = operator(
 )
 
 
+TORCH_FROM = {torch.float16: 2048}
+"""From how many rows and columns of the result on torch multiplies A B where nothing else is in it, by dtype.
+
+Everything else is Triton's at every size, by tiles of `tiles.tile_for`: symmetric results, of which it computes half,
+and sums. The table is the same on all devices and in all batches, so ranks need not compare it.
+"""
+
+_EIGHT = 8
+"""Elements of fp16 in 16 bytes, to which cuBLAS's fastest kernels are bound."""
+
+
 def multiply(
     a: Tensor,
     b: Operand,
@@ -35,7 +46,34 @@ def multiply(
     symmetric: bool = True,
     identity: float = 0.0,
 ) -> Tensor:
-    """Multiply as `Matmuls.multiply` says, by one kernel; the factor of the second of two terms is no tensor."""
+    """Multiply as `Matmuls.multiply` says; the factor of the second of two terms is no tensor.
+
+    Torch is given one matrix at a time, so that the bits of a matrix follow from its shape alone.
+    """
+    more = symmetric or terms or identity or a.dtype != out.dtype
+    if b is None or more or isinstance(scale, Tensor) or not _is_for_torch(out):
+        return by_triton(a, b, terms, out, alpha, scale, symmetric, identity)
+    for left, right, result in zip(a, b, out, strict=True):
+        torch.addmm(result, left, right, beta=0, alpha=alpha * scale, out=result)
+    return out
+
+
+def _is_for_torch(out: Tensor) -> bool:
+    _, *sides = out.shape
+    return min(sides) >= TORCH_FROM.get(out.dtype, sys.maxsize) and not any(side % _EIGHT for side in sides)
+
+
+def by_triton(
+    a: Tensor,
+    b: Operand,
+    terms: Terms,
+    out: Tensor,
+    alpha: float = 1.0,
+    scale: Number = 1.0,
+    symmetric: bool = True,
+    identity: float = 0.0,
+) -> Tensor:
+    """Multiply as `multiply` says, by one kernel."""
     given = [(c, number) for c, number in terms if isinstance(number, Tensor) or number]
     (c, factor), (d, delta) = (*given, (None, 0.0), (None, 0.0))[:2]
     factors, scales = (number if isinstance(number, Tensor) else None for number in (factor, scale))
@@ -77,11 +115,12 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
-def triton_products(*, at_once: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
-    """The table for batches of at most `at_once` matrices of a shape, rows ≤ cols."""
+def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
+    """The table for batches of at most `batch_limit` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         multiply=multiply,
-        at_once=at_once,
+        batch_limit=batch_limit,
+        by_torch=rows >= min(TORCH_FROM.values()),
         normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )
