@@ -58,7 +58,7 @@ class Shampoo(mm.MuonRule):
         second = state["second_moment"].lerp_(gradient.square(), 1 - self.shampoo_beta2)
         for side, product in (("row", gradient @ gradient.mT), ("col", gradient.mT @ gradient)):
             gram = state[f"{side}_gram"].lerp_(product, 1 - self.shampoo_beta2)
-            if self.turn(self.shampoo_every):
+            if self.is_due(self.shampoo_every):
                 state[f"{side}_root"].copy_(self._inverse_root(gram / lacks2))
         adam = momentum / ((second / lacks2).sqrt() + self.graft_eps)
         step = state["row_root"] @ momentum @ state["col_root"]

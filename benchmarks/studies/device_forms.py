@@ -57,7 +57,7 @@ def multiply(
     return out.copy_(result.triu() + result.triu(1).mT if symmetric else result)
 
 
-PRODUCTS = Matmuls(multiply=multiply, at_once=1)
+PRODUCTS = Matmuls(multiply=multiply, batch_limit=1)
 
 
 def on_device(x: Tensor, coefficients: str) -> Tensor:

@@ -147,22 +147,22 @@ def read_json(path: Path, *, needed: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON ({reason(error)}); needed {needed}") from error
     if not isinstance(content, dict):
-        raise FileError(f"{path}: found {named(content)}; needed a JSON object, {needed}")
+        raise FileError(f"{path}: found {json_type(content)}; needed a JSON object, {needed}")
     return content
 
 
-def is_whole(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_finite(value: object) -> bool:
     """Whether a value is a finite number."""
-    number = is_whole(value) or isinstance(value, float)
+    number = is_integer(value) or isinstance(value, float)
     return number and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
-def named(value: object) -> str:
+def json_type(value: object) -> str:
     """Return the JSON name of a value's type, with an article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

@@ -35,11 +35,11 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def phase_of(name: str, index: int) -> int:
+def stagger_of(name: str, index: int) -> int:
     """Return a number of a matrix that depends only on its parameter's name and its index in the parameter.
 
-    Phases of equal parameters in successive layers are successive numbers. So if matrices with equal phases modulo k
-    take turns, the layers are spread evenly over k turns.
+    Equal parameters in successive layers have successive numbers. So if matrices with equal numbers modulo k take
+    turns, the layers are spread evenly over k turns.
     """
     kind, layers = re.sub("[0-9]+", "", name), re.findall("[0-9]+", name)
     return zlib.crc32(kind.encode()) + sum(map(int, layers)) + index

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonmesh.checkpoint.folder import before_at, look, writing_at
+from muonmesh.checkpoint.folder import open_checkpoint, previous_at, scratch_at
 from muonmesh.errors import FileError
 from tests.support.alone import files_of_at_most
 from tests.support.disks import read_only, small_disk
@@ -80,13 +80,13 @@ def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_
     held = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
     assert read(path, held) == SETTINGS
     assert all(torch.equal(held[name], tensor) for name, tensor in found.items())
-    assert look(path).tensors.keys() == held.keys()
+    assert open_checkpoint(path).tensors.keys() == held.keys()
 
 
 def held_by_another(path: Path) -> str:
     import fcntl
 
-    held = os.open(writing_at(path), os.O_RDONLY)
+    held = os.open(scratch_at(path), os.O_RDONLY)
     if dist.get_rank() == 1:
         fcntl.flock(held, fcntl.LOCK_EX)
     dist.barrier()
@@ -108,10 +108,10 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     """Another process that writes, a run's own directory, a file, a link: one sentence on every rank, and no change."""
     path = tmp_path / "state"
     pool.run(written, path)
-    writing_at(path).mkdir()
+    scratch_at(path).mkdir()
     for message in pool.run(held_by_another, path):
         assert message.startswith(f"{path}: found another process that is writing it; needed one writer at a time. ")
-    assert writing_at(path).is_dir()
+    assert scratch_at(path).is_dir()
     run, link, file = tmp_path / "run", tmp_path / "link", tmp_path / "file"
     shutil.copytree(path, run)
     (run / "config.json").write_text("{}")
@@ -125,14 +125,14 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     assert link.is_symlink()
     assert file.read_text() == "mine"
     pool.run(written, path, 2.0)  # the other is gone
-    assert not writing_at(path).exists()
+    assert not scratch_at(path).exists()
     assert pool.run(read_back, path)[0][0] == SETTINGS
 
 
 LEFT = {"a link": Path.symlink_to, "a file": Path.hardlink_to, "'notes.txt' in it": None}
 
 
-@pytest.mark.parametrize("beside", [writing_at, before_at])
+@pytest.mark.parametrize("beside", [scratch_at, previous_at])
 @pytest.mark.parametrize("found", LEFT)
 def test_what_somebody_else_has_at_a_temporary_path_stays(
     beside: Callable[[Path], Path], found: str, pool: Pool, tmp_path: Path

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import found_at, look
+from muonmesh.checkpoint.folder import folder_at, open_checkpoint
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.errors import FileError
-from muonmesh.tools.cli.checkpoints import forget_others, is_whole, numbered
+from muonmesh.tools.cli.checkpoints import forget_others, is_complete, numbered
 from tests.support.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
 from tests.support.disks import read_only, small_disk
 from tests.support.folders import read, write
 
 COVERS = (
-    "checkpoint.folder.look",
-    "checkpoint.folder.put",
+    "checkpoint.folder.open_checkpoint",
+    "checkpoint.folder.move_into_place",
 )
 
 OLD, NEW, NEXT = 1, 2, 3
@@ -43,9 +43,9 @@ def save(path: Path, generation: int) -> None:
 
 def generation_at(path: Path) -> int:
     """Which one is there, all of it; 0 where there is none."""
-    if not os.path.lexists(found_at(path)):
+    if not os.path.lexists(folder_at(path)):
         with pytest.raises(FileError, match="found nothing there; needed the folder of a checkpoint"):
-            look(path)
+            open_checkpoint(path)
         return 0
     held = tensors(0)
     generation = int(read(path, held)["generation"])
@@ -55,7 +55,7 @@ def generation_at(path: Path) -> int:
 
 def newest(folder: Path) -> int:
     """The generation that a run would go on from."""
-    whole = [path for _, path in numbered(folder) if is_whole(found_at(path))]
+    whole = [path for _, path in numbered(folder) if is_complete(folder_at(path))]
     return generation_at(whole[0]) if whole else 0
 
 

@@ -220,7 +220,7 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
                 optimizer.param_groups[0]["lr"] = 0.1
             give(model, step)
             optimizer.step()
-        optimizer._begin()
+        optimizer._runtime.hear()
         results.append((values(model)[:1], [group["steps_taken"] for group in optimizer.param_groups]))
     return results[1][1], same_bits(results[0][0], results[1][0])
 

@@ -714,7 +714,7 @@ def test_a_rate_that_a_framework_moves_to_a_device_is_brought_back(monkeypatch: 
         assert state._on_host(torch.empty((), device="cuda")).device.type == "cpu"
     saved = (optimizer := mm.Muon([weight()], lr=torch.tensor(0.1))).state_dict()
     saved["param_groups"][0]["lr"] = torch.tensor(-1.0)  # in place of one on a device, it is refused as such
-    monkeypatch.setattr(state, "_on_host", lambda lr: torch.tensor(0.25) if lr < 0 else lr)
+    monkeypatch.setattr(state, "_on_host", lambda lr: torch.tensor(0.25, device="cpu") if lr < 0 else lr)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 0.25
 

@@ -297,6 +297,21 @@ WHOLE: dict[str, nn.Module] = {
 }
 
 
+def test_features_that_are_copied_into_a_state_are_cut_all_the_same() -> None:
+    """As the convolution states of linear attention, which are written where they lie and returned as a cache."""
+
+    def forward(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(ids)
+        qkv, state = self.fused(x), torch.zeros(len(ids), 3, 48, device=ids.device)
+        state.copy_(qkv[:, -3:])
+        return self.out(x + self.proj(attention(*qkv.chunk(3, -1)))), state
+
+    layers = {"fused": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 9)}
+    found = roles(Calls(forward, embed=nn.Embedding(9, 16), **layers), IDS)
+    assert found["fused.weight"] == ("rows", 16, 16, 16)
+    assert found["out.weight"] == HEAD
+
+
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_is_joined_again_is_one_matrix(kind: str) -> None:
     assert roles(WHOLE[kind], IDS)[FUSED] == "whole"

@@ -136,6 +136,8 @@ def begin(shape: Shape) -> None:
         sizes["expert_tensor_parallel_size"] = shape.etp
     if shape.vpp is not None:
         sizes["virtual_pipeline_model_parallel_size"] = shape.vpp
+    if (instances := dict(shape.ddp).get("num_distributed_optimizer_instances")) is not None:
+        sizes["num_distributed_optimizer_instances"] = instances
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 import muonmesh as mm
 from muonmesh.errors import StateError
@@ -21,22 +22,37 @@ from tests.megatron.shapes import MOE, ONE_LAYER
 
 BF16 = torch.bfloat16
 FULL = Shape(fsdp="optim_grads_params")
+OUTER = "outer_fsdp_dp"
+
+
+def hybrid(outer: str) -> Shape:
+    """Two sets of ranks; the outer axis of the mesh cuts the optimizer's state ("optim"), or nothing."""
+    return FULL.but(ddp=(("num_distributed_optimizer_instances", 2), ("outer_dp_sharding_strategy", outer)))
 
 
 def whole(parameters: dict[str, Any], *, gradients: bool = False) -> dict[str, Tensor]:
-    """Whole parameters, or gradients, of the pieces that the ranks hold in their order. All ranks call it."""
+    """Whole parameters, or gradients, of the pieces that the ranks hold. All ranks call it.
+
+    The inner axis of a hybrid mesh cuts a buffer first. If the outer axis does not cut it, it has copies.
+    """
     local_pieces = {}
     for name, parameter in parameters.items():
         value = parameter.grad if gradients else parameter
         local = parameter.to_local()[:0] if value is None else value.to_local()
-        local_pieces[name] = local.detach().reshape(-1).clone(), tuple(parameter.shape)
+        mesh = parameter.device_mesh
+        coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+        placement = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
+        outer = coordinate.get(OUTER, 0)
+        if outer == 0 or isinstance(placement[OUTER], Shard):
+            local_pieces[name] = coordinate["dp_cp"], outer, local.detach().reshape(-1).clone(), tuple(parameter.shape)
     pieces_of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(pieces_of_ranks, local_pieces)
-    shapes = {name: shape for pieces in pieces_of_ranks for name, (_, shape) in pieces.items()}
-    return {
-        name: torch.cat([pieces[name][0] for pieces in pieces_of_ranks if name in pieces]).view(shape)
-        for name, shape in shapes.items()
+    shapes = {name: shape for pieces in pieces_of_ranks for name, (*_, shape) in pieces.items()}
+    in_order = {
+        name: sorted((pieces[name] for pieces in pieces_of_ranks if name in pieces), key=lambda piece: piece[:2])
+        for name in shapes
     }
+    return {name: torch.cat([piece[2] for piece in in_order[name]]).view(shape) for name, shape in shapes.items()}
 
 
 def train(shape: Shape, **settings: Any) -> tuple[dict[str, float], list[list[float]], list[float | None], list[float]]:
@@ -75,12 +91,17 @@ def train(shape: Shape, **settings: Any) -> tuple[dict[str, float], list[list[fl
         (4, FULL.but(ep=2, model=MOE + ONE_LAYER)),
         (2, Shape(fsdp="optim_grads")),
         (2, Shape(fsdp="optim", dtype=BF16)),
+        (4, hybrid("no_shard")),
+        (4, hybrid("optim")),
     ],
-    ids=["FSDP 2", "FSDP 4, bf16", "FSDP 2, tied", "EP 2 x FSDP 4", "gradients and state", "state, bf16"],
+    ids=[
+        *("FSDP 2", "FSDP 4, bf16", "FSDP 2, tied", "EP 2 x FSDP 4", "gradients and state", "state, bf16"),
+        *("hybrid", "hybrid, state over both axes"),
+    ],
 )
 def test_the_update_is_that_of_one_process(workers, ranks: int, shape: Shape) -> None:
     """The model computes with the updated weights: its losses are those of DistributedDataParallel."""
-    plain = workers(ranks).run(losses_of, shape.but(fsdp=None))
+    plain = workers(ranks).run(losses_of, shape.but(fsdp=None, ddp=()))
     for (differing, losses, norms, expected), others in zip(workers(ranks).run(train, shape), plain, strict=True):
         assert differing == {}
         assert norms == pytest.approx(expected, rel=1e-6)

@@ -91,7 +91,7 @@ def test_every_set_grows_small_singular_values_and_stays_bounded(name: Coefficie
 
 def test_deflated_is_what_its_script_derives() -> None:
     """And what it does: singular values in [0.012, 1] end where the script says, and smaller ones grow 88 times."""
-    script = Path(__file__).parents[2] / "benchmarks" / "remez.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "studies" / "remez.py"
     found = json.loads(subprocess.run([sys.executable, script], capture_output=True, check=True, text=True).stdout)
     polynomials = coefficient_schedule("deflated")
     for chosen, derived in zip(polynomials, found["polynomials"], strict=True):

@@ -43,7 +43,7 @@ COVERS = (
 
 pytestmark = pytest.mark.usefixtures("products")
 
-TABLE = compiled_products(rows=8, cols=8, at_once=3)
+TABLE = compiled_products(rows=8, cols=8, batch_limit=3)
 # Tiles of 12 or 4 rows and 32 or 16 columns, groups of four panels, 3072 elements of depth at a time. amx: tiles of 32
 # rows and 16 pairs, groups of eight panels, 2048 elements, and rows that are 4,096 bytes apart.
 SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130, 259), (40, 3073), (401, 530)]
@@ -84,7 +84,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[mm.KernelName]:
 
 @pytest.fixture
 def table(name: mm.KernelName) -> kernels.Matmuls:
-    return compiled_products(rows=8, cols=8, at_once=3, variant="amx" if name == "amx" else "")
+    return compiled_products(rows=8, cols=8, batch_limit=3, variant="amx" if name == "amx" else "")
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_load_is_that_of_torch_s_operations(shape: tuple[int, int], exponent: in
     x = (random(3, *shape).clamp(-2, 2).double() * 2.0**exponent).bfloat16()
     x[1] = 0
     expected = torch.empty(3, *sorted(shape), dtype=torch.bfloat16)
-    norms = load(x, expected, together=False)
+    norms = load(x, expected, as_batch=False)
     out, found = loaded(x)
     assert found[1] == 1
     assert torch.equal(out, expected)

@@ -44,7 +44,7 @@ def like_triton() -> Matmuls:
         result = scale * (result + identity * torch.eye(*result.shape[1:], dtype=wide))
         return out.copy_(mirrored(result) if symmetric else result)
 
-    return Matmuls(multiply=multiply, at_once=1)
+    return Matmuls(multiply=multiply, batch_limit=1)
 
 
 TABLES = {"torch": torch_products(batch_limit=1), "triton": like_triton()}

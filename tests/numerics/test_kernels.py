@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 EPS = {torch.bfloat16: 2**-8, torch.float32: 2**-23, torch.float64: 2**-52}
 TABLES = {
     "blocked": (BLOCKED, 1),
-    "dense": (dense(at_once=3), 3),
+    "dense": (dense(batch_limit=3), 3),
     "device": (torch_products(batch_limit=3), 3),
 }
 
@@ -222,13 +222,13 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "multiplies_bf16", lambda bf16=bf16: bf16)
         for rows, dtype in ((8, torch.bfloat16), (17, torch.bfloat16), (128, torch.bfloat16), (64, torch.float64)):
             small = chosen(rows, rows, dtype)
-            assert small.at_once >= 20
+            assert small.batch_limit >= 20
     # A second matrix would not begin at a multiple of 64 bytes.
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: True)
-    assert chosen(17, 17, torch.float32).at_once == chosen(97, 98, torch.bfloat16).at_once == 1
+    assert chosen(17, 17, torch.float32).batch_limit == chosen(97, 98, torch.bfloat16).batch_limit == 1
     # Elsewhere than on a CPU same-shaped matrices go together.
     meta = chosen(1024, 4096, torch.bfloat16, torch.device("meta"))
-    assert meta.at_once > 50
+    assert meta.batch_limit > 50
 
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16-instructions", "none"])

@@ -496,8 +496,8 @@ def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None
         norms, results = set(), set()
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            together = load(x, torch.empty_like(x), together=True)
-            alone = [load(one[None], torch.empty_like(one[None]), together=True) for one in x]
+            together = load(x, torch.empty_like(x), as_batch=True)
+            alone = [load(one[None], torch.empty_like(one[None]), as_batch=True) for one in x]
             norms |= {bits(together), bits(torch.cat(alone))}
             results.add(bits(orthogonalize(x)))
         torch.set_num_threads(before)

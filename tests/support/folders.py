@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.checkpoint import folder
-from muonmesh.checkpoint.folder import look
+from muonmesh.checkpoint.folder import open_checkpoint
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, digest_of, entry_of
 from muonmesh.checkpoint.ranks import on_every_rank
 from muonmesh.checkpoint.record import _written, fill, new_boxes
@@ -34,7 +34,7 @@ def forge(path: Path, change: Callable[[Any], object] = lambda content: None) ->
 
 def read(path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint into tensors, in place, and return its settings."""
-    contents = look(path)
+    contents = open_checkpoint(path)
     shares, storages = {}, {}
     for name, tensor in tensors.items():
         saved, storage = contents.tensors.get(name), storage_of(name, tensor, None)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from muonmesh.tools.cli.corpus import standard_library
+from muonmesh.tools.cli.corpus import Corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.report import read_metrics
+from muonmesh.tools.cli.run_settings import Settings
 
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
 
@@ -20,6 +21,15 @@ def copy_texts(folder: Path, count: int) -> Path:
     for file in sorted(standard_library(), key=lambda path: path.name)[: 2 * count : 2]:
         shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
     return folder
+
+
+def prepare_run(directory: Path, corpus: Corpus, **values: Any) -> Path:
+    """Make the directory of a run, ready for its ranks, with these settings and this text; return it."""
+    settings = Settings(out=str(directory), **values)
+    settings.directory.mkdir(exist_ok=True)
+    settings.save({})
+    save_corpus_of(settings.directory, corpus)
+    return settings.directory
 
 
 def losses_of(run: Path) -> Losses:

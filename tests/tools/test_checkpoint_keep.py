@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import before_at, writing_at
+from muonmesh.checkpoint.folder import previous_at, scratch_at
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.tools.cli.checkpoints import forget_others, latest_step
 from tests.support.folders import read, write
@@ -73,9 +73,9 @@ def test_what_is_somebody_elses_is_not_removed(tmp_path: Path) -> None:
 
 def test_leftovers_of_saves_that_were_cut_off_go_with_the_next_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    writing_at(tmp_path / "step-00000002").mkdir()
-    (writing_at(tmp_path / "step-00000002") / "__0_0.distcp").write_bytes(b"half")
-    (tmp_path / "step-00000001").rename(before_at(tmp_path / "step-00000001"))  # between two renames
+    scratch_at(tmp_path / "step-00000002").mkdir()
+    (scratch_at(tmp_path / "step-00000002") / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-00000001").rename(previous_at(tmp_path / "step-00000001"))  # between two renames
     assert latest_step(tmp_path) == 1
     assert read(tmp_path / "step-00000001", {"weight": torch.zeros(4)}) == {"step": 1}
     save(tmp_path, 3, forget=True)

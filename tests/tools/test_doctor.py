@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import muonmesh as mm
-from muonmesh.checkpoint.folder import before_at
+from muonmesh.checkpoint.folder import previous_at
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
@@ -34,7 +34,7 @@ from tests.support.workers import Pool
 COVERS = (
     "tools.cli.diagnosis.diagnose",
     "tools.cli.doctor.doctor",
-    "tools.cli.installation.look_around",
+    "tools.cli.installation.check_installation",
 )
 
 STATE = {
@@ -95,7 +95,7 @@ def fails() -> Any:
 
 
 def test_what_is_wrong_with_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = installation._looked("NCCL", fails)
+    failed = installation._finding_of("NCCL", fails)
     assert (failed.result, failed.remedy) == ("RuntimeError: no such interface", "Mend this first")
     with monkeypatch.context() as patch:
         patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
@@ -306,9 +306,9 @@ def test_of_a_folder_of_runs_it_wants_one(tmp_path: Path) -> None:
 
 def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:
     path = ours(tmp_path)
-    path.rename(before_at(path))
+    path.rename(previous_at(path))
     code, text = doctor(path)
     assert code == 0
     assert "the one that was to replace it never came" in text
-    shutil.rmtree(before_at(path))
+    shutil.rmtree(previous_at(path))
     assert doctor(path)[0] == 2

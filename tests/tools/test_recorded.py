@@ -313,6 +313,40 @@ def test_adapters() -> None:
     assert missing(rows, report("lora")) == []
 
 
+def losses_at_the_best_rate(name: str) -> dict[str, tuple[float, list[float]]]:
+    """Final validation losses of all seeds by optimizer, at the rate that was the best for the first seed."""
+    runs = recorded(name)["runs"]
+    best = {}
+    for variant in dict.fromkeys(run["way"] for run in runs):
+        trainings = [run for run in runs if run["way"] == variant]
+        rate = min((run for run in trainings if run["seed"] == 0), key=final)["lr"]
+        best[variant] = rate, [final(run) for run in trainings if run["lr"] == rate]
+        assert min(run["lr"] for run in trainings) < rate < max(run["lr"] for run in trainings)
+    return best
+
+
+def test_all_weights() -> None:
+    rows = []
+    for name, pretrained in {"whole": "Muon", "whole_adamw": "AdamW"}.items():
+        best = losses_at_the_best_rate(name)
+        _, adamw = best["AdamW on all weights"]
+        for variant, (rate, losses) in best.items():
+            apart = ", ".join(f"{a - b:+.3f}".replace("-", "−") for a, b in zip(losses, adamw, strict=True))
+            cells = (variant.split()[0], f"{rate:.0e}".replace("e-0", "e-"), f"{statistics.mean(losses):.3f}")
+            seeds = ", ".join(f"{loss:.3f}" for loss in losses)
+            end = f"{seeds} | |" if variant.startswith("AdamW") else f"{seeds} | {apart} |"
+            rows.append(f"| {pretrained}, 300 steps | {' | '.join(cells)} | {end}")
+    assert missing(rows, report("fine-tuning")) == []
+
+
+def test_a_mixture_of_experts() -> None:
+    rows = [
+        f"| {variant} | {rate:.0e} | {statistics.mean(losses):.3f} | {', '.join(f'{loss:.3f}' for loss in losses)} |"
+        for variant, (rate, losses) in losses_at_the_best_rate("mixture").items()
+    ]
+    assert missing([row.replace("e-0", "e-") for row in rows], report("mixture")) == []
+
+
 def test_rounding_of_weights() -> None:
     losses: dict[str, dict[str, list[float]]] = {}
     for run in recorded("rounding")["runs"]:

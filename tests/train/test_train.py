@@ -290,6 +290,7 @@ def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) ->
 
 WRONG = {
     "--lr 0": r"--lr 0.0: needed a positive, finite",
+    "--lr 1e300": r"--lr 1e\+300: needed a number of at most 2147483647",
     "--adamw-lr nan": r"--adamw-lr nan: needed a positive, finite",
     "--steps 0": r"--steps 0: needed a whole number of at least 1",
     "--warmup 12 --steps 12": r"--warmup 12: leaves none of the 12 steps. Write: --warmup 1",
@@ -309,6 +310,7 @@ WRONG = {
     "--parallel hsdp --ranks 3": r"--ranks 3: --parallel hsdp needs a number of ranks that 2 divides. Write: --ranks 4",
     "--schedule never": r"(?s)--schedule.*never.*cosine",
     "--resume nowhere": r"nowhere: found no config.json; needed the directory of a run",
+    "--resume auto": r"--resume auto: found no --out; needed the directory",
 }
 
 

@@ -26,12 +26,12 @@ from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus
 from muonmesh.tools.cli.model import check_parameters, parallelise
 from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
-from muonmesh.tools.cli.training import StopRequest, Training, insist_on_the_same
+from muonmesh.tools.cli.training import StopRequest, Training, require_equal_values
 from tests.support.folders import forge
-from tests.support.runs import copy_texts
+from tests.support.runs import copy_texts, prepare_run
 from tests.support.workers import Pool
 
 COVERS = ("tools.cli.checkpoints.Checkpoints",)
@@ -101,11 +101,7 @@ def prepare(folder: Path, corpus: Corpus) -> Callable[..., Path]:
             "eval_sequences": 4,
             "checkpoint_every": 2,
         }
-        settings = Settings(out=str(folder / name), **{**values, **changes})
-        settings.directory.mkdir(exist_ok=True)
-        settings.save({})
-        save_corpus_of(settings.directory, corpus)
-        return settings.directory
+        return prepare_run(folder / name, corpus, **{**values, **changes})
 
     return run
 
@@ -400,7 +396,7 @@ def insist_apart(name: str, run: Path) -> str:
     if dist.get_rank() == 1:
         given[name] = "other"
     with pytest.raises(FileError) as caught:
-        insist_on_the_same(run, given)
+        require_equal_values(run, given)
     return str(caught.value)
 
 

@@ -15,11 +15,11 @@ from benchmarks.studies.orthogonalize import momenta
 from torch.distributed.tensor import DTensor, Replicate
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus
 from muonmesh.tools.cli.report import cut_metrics, read_metrics
-from muonmesh.tools.cli.run_settings import Optimizer, Parallel, Settings, load_settings
+from muonmesh.tools.cli.run_settings import Optimizer, Parallel, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training
-from tests.support.runs import Losses, copy_texts, losses_of
+from tests.support.runs import Losses, copy_texts, losses_of, prepare_run
 from tests.support.workers import Pool
 
 COVERS = ("tools.cli.training.Training",)
@@ -73,11 +73,7 @@ def prepare(folder: Path, corpus: Corpus) -> Callable[..., Path]:
             "eval_sequences": 10,
             "checkpoint_every": 0,
         }
-        settings = Settings(out=str(folder / name), **{**values, **changes})
-        settings.directory.mkdir(exist_ok=True)
-        settings.save({})
-        save_corpus_of(settings.directory, corpus)
-        return settings.directory
+        return prepare_run(folder / name, corpus, **{**values, **changes})
 
     return run
 

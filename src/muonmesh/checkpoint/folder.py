@@ -46,7 +46,7 @@ from muonmesh.checkpoint.manifest import (
     SavedTensor,
     Sizes,
     entry_of,
-    merged,
+    merged_manifests,
     read_manifest,
     torch_metadata,
     write_manifest,
@@ -64,26 +64,26 @@ from muonmesh.step.state_layout import wrong_numbers
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
 
 
-def writing_at(path: Path) -> Path:
+def scratch_at(path: Path) -> Path:
     """Return the temporary path where a checkpoint is written."""
     return path.with_name(f".{path.name}.writing")
 
 
-def before_at(path: Path) -> Path:
+def previous_at(path: Path) -> Path:
     """Return the temporary path of the old checkpoint while it is being replaced."""
     return path.with_name(f".{path.name}.before")
 
 
-def found_at(path: Path) -> Path:
+def folder_at(path: Path) -> Path:
     """Return the path where a checkpoint is: ``path``, or the temporary path if a replacement was interrupted."""
     if os.path.lexists(path) or not path.name:  # "." and "/" have no name, so nothing can be beside them
         return path
-    before = before_at(path)
+    before = previous_at(path)
     return before if before.is_dir() else path
 
 
 @contextlib.contextmanager
-def writing_alone(path: Path) -> Iterator[Path]:
+def locked_scratch(path: Path) -> Iterator[Path]:
     """Return a context with an empty, locked folder for writing a checkpoint; if an error is raised, remove the folder.
 
     The operating system frees the lock when the process ends, so no lock file remains. Files that cannot be removed
@@ -98,7 +98,7 @@ def writing_alone(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         onto_disk(folder.parent)
-    scratch = writing_at(path)
+    scratch = scratch_at(path)
     lock = lock_folder(scratch, make=True)
     if lock is None:
         needed, write = "one writer at a time", "Wait for its end, or save under another name"
@@ -119,21 +119,21 @@ def check_replaceable(path: Path) -> None:
     Raises:
         FileError: one of the paths has something else, which the message names.
     """
-    for candidate in (path, writing_at(path), before_at(path)):
-        if foreign := foreign_at(candidate):
+    for candidate in (path, scratch_at(path), previous_at(path)):
+        if foreign := foreign_in(candidate):
             needed, write = "nothing there, or a checkpoint to replace", "Save under another name"
             if candidate != path:
                 needed, write = "nothing there, or the rest of an interrupted save", f"Move it away, or {write.lower()}"
             raise FileError(explain_error(str(candidate), foreign, needed, write))
 
 
-def put(scratch: Path, path: Path) -> None:
+def move_into_place(scratch: Path, path: Path) -> None:
     """Rename a written checkpoint to its path, and then remove the old checkpoint.
 
     Raises:
         OSError: the rename failed; the old checkpoint is still at its path.
     """
-    before = before_at(path)
+    before = previous_at(path)
     replacing = os.path.lexists(path)
     if replacing:
         remove_folder(before)
@@ -151,7 +151,7 @@ def put(scratch: Path, path: Path) -> None:
         remove_folder(before)
 
 
-def foreign_at(path: Path) -> str:
+def foreign_in(path: Path) -> str:
     """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
     if path.is_symlink() or not path.is_dir():
         return kind_of(path, follow=False) if os.path.lexists(path) else ""
@@ -262,8 +262,8 @@ AGAIN = "save again"
 def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], settings: Mapping[str, Any]) -> None:
     """Write a checkpoint to disk under a temporary name next to ``path``, and then rename it. Called on all ranks.
 
-    If the process, the machine or the disk fails at any time, `look` finds either the old checkpoint or the complete
-    new one. When this function returns or raises, it leaves no temporary files.
+    If the process, the machine or the disk fails at any time, `open_checkpoint` finds either the old checkpoint or the
+    complete new one. When this function returns or raises, it leaves no temporary files.
 
     Args:
         path: The folder, on a file system that all ranks share. An existing checkpoint is replaced.
@@ -282,15 +282,15 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], setti
 
     def lock() -> None:
         with writing(target, again=AGAIN):
-            stack.enter_context(writing_alone(target))
+            stack.enter_context(locked_scratch(target))
 
     def write_own() -> Manifest:
         with writing(target, raised=Exception, again=AGAIN):  # torch has errors of its own for a full disk
-            return _write_boxes(writing_at(target), tensors, assigned)
+            return _write_boxes(scratch_at(target), tensors, assigned)
 
     def finish() -> None:
         with writing(target, again=AGAIN):
-            scratch, manifest = writing_at(target), merged(manifests)
+            scratch, manifest = scratch_at(target), merged_manifests(manifests)
             for name in manifest.files:
                 if not (scratch / name).is_file():
                     fault, needed = f"no {name} here, which another rank wrote", "a folder that all ranks share"
@@ -302,7 +302,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes], setti
             beside = {name: entry_of(scratch / name) for name in BESIDE}
             write_manifest(scratch, manifest._replace(files={**manifest.files, **beside}))
             onto_disk(scratch)
-            put(scratch, target)
+            move_into_place(scratch, target)
 
     with contextlib.ExitStack() as stack:
         on_first_rank(lock)
@@ -357,7 +357,7 @@ def _write_boxes(scratch: Path, tensors: Mapping[str, LocalBoxes], assigned: Seq
     return Manifest({file.name: entry_of(file)} if assigned else {}, saved)
 
 
-def look(path: str | os.PathLike[str]) -> CheckpointReader:
+def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     """Check a checkpoint without loading it, and return its reader. Called on all ranks, which share the work.
 
     Args:
@@ -370,7 +370,7 @@ def look(path: str | os.PathLike[str]) -> CheckpointReader:
     requested = Path(path)
 
     def inspect() -> CheckpointReader:
-        folder = found_at(requested)
+        folder = folder_at(requested)
         if folder.is_symlink() or not folder.is_dir():
             kind = kind_of(folder, follow=False)
             raise FileError(explain_error(str(requested), kind, "the folder of a checkpoint"))

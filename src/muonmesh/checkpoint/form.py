@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.errors import MuonMeshError, StateError, explain_error
-from muonmesh.files import is_finite, is_whole
+from muonmesh.files import is_finite, is_integer
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ def _is_readable(value: object) -> bool:
 
 ANYTHING = ValueKind("anything", lambda value: True)
 TEXT = ValueKind("a string", lambda value: isinstance(value, str))
-SIZE = ValueKind("a whole number of at least 0", lambda value: is_whole(value) and 0 <= value < 1 << 63)
+SIZE = ValueKind("a whole number of at least 0", lambda value: is_integer(value) and 0 <= value < 1 << 63)
 FINITE = ValueKind("a finite number", is_finite)
 POSITIVE = ValueKind("a positive, finite number", lambda value: is_finite(value) and value > 0)
 PARAMETER = ValueKind("a parameter or its name", lambda value: isinstance(value, str | Tensor))
-KEY = ValueKind("a parameter, its number or its name", lambda value: is_whole(value) or PARAMETER.holds(value))
+KEY = ValueKind("a parameter, its number or its name", lambda value: is_integer(value) or PARAMETER.holds(value))
 VALUE = ValueKind("a dense tensor, or no tensor", _is_readable)
 
 STATE_DICT: Form = {
@@ -62,7 +62,7 @@ def one_of(values: Collection[Any], why: str = "") -> ValueKind:
 
 
 def misfit(subject: str, value: Any, form: Form) -> tuple[str, str, str] | None:
-    """Return the first place where a value does not have a form, with the found and the needed; None if it fits."""
+    """Return the first fault of a value as (place, what is there, what is needed); None if the value has the form."""
     return next(_misfits(subject, value, form), None)
 
 

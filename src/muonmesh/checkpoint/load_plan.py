@@ -23,7 +23,7 @@ from muonmesh.checkpoint.ranks import first_difference
 from muonmesh.checkpoint.record import MODEL, STATE, Boxes, ParameterRecord
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
-from muonmesh.files import is_whole
+from muonmesh.files import is_integer
 from muonmesh.layout import split_matrices
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.setting import plain
@@ -31,11 +31,11 @@ from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group
 from muonmesh.step.state_layout import StateForm
 
-OWN_KEYS = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
+IDENTITY = ("params", "param_names", "parameters", "matrices", "reasons", "name", "algorithm", "use_muon", "moe")
 """Keys of a group that are no settings: they identify the group, and follow from the model."""
 
 
-def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
+def group_settings(records: Iterable[ParameterRecord]) -> dict[str, Any]:
     """Return the settings of the parameters on this rank, as data for JSON.
 
     Returns:
@@ -53,7 +53,7 @@ def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
         group = record.group
         if id(group) not in texts:
             subject = f"group {group['name']!r}"
-            settings = {key: _plain(subject, key, value) for key, value in group.items() if key not in OWN_KEYS}
+            settings = {key: _plain(subject, key, value) for key, value in group.items() if key not in IDENTITY}
             group_data = {"name": group["name"], "algorithm": record.parameter.algorithm, "settings": settings}
             texts[id(group)] = json.dumps(group_data, sort_keys=True)
         matrices = _plain(record.name, "matrices", record.parameter.spec)
@@ -63,14 +63,14 @@ def settings_of(records: Iterable[ParameterRecord]) -> dict[str, Any]:
     return {"parameters": parameters, "products": sorted(products)}
 
 
-def merged(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of all ranks, with each group, parameter and kind of products once.
 
     Args:
-        by_rank: The result of `settings_of` on each rank.
+        by_rank: The result of `group_settings` on each rank.
 
     Returns:
-        As `settings_of`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is an index in this list.
+        As `group_settings`, with ``"groups": [{"name", "algorithm", "settings"}]``; ``group`` is an index in this list.
 
     Raises:
         StateError: ranks have different settings for a parameter.
@@ -96,16 +96,16 @@ def _is_plain(value: Any, depth: int = 8) -> bool:
 
 
 _PLAIN = ValueKind("a number, a string, or lists of them, not nested deeper than 8", _is_plain)
-_SETTING = ValueKind("the name of a setting", lambda name: name not in OWN_KEYS)
+_SETTING = ValueKind("the name of a setting", lambda name: name not in IDENTITY)
 
 
-def check_saved(path: Path, saved: dict[str, Any]) -> None:
-    """Check that settings from a file have the form of the result of `merged`.
+def check_saved_settings(path: Path, saved: dict[str, Any]) -> None:
+    """Check that settings from a file have the form of the result of `merged_settings`.
 
     Raises:
         FileError: they have another form.
     """
-    number = ValueKind("the number of a group", lambda value: is_whole(value) and 0 <= value < len(saved["groups"]))
+    number = ValueKind("the number of a group", lambda value: is_integer(value) and 0 <= value < len(saved["groups"]))
     form = only(
         {
             "groups": [only({"name": TEXT, "algorithm": TEXT, "settings": {_SETTING: _PLAIN}})],
@@ -116,15 +116,18 @@ def check_saved(path: Path, saved: dict[str, Any]) -> None:
     check_form(str(path), saved, form, REMEDY, kind=FileError)
 
 
-def fitting_means(records: Iterable[ParameterRecord], saved: Mapping[str, Any]) -> Any:
-    """Return the saved norm means, if all these parameters have the same; else fresh ones: they were clipped apart."""
+def saved_norm_means(records: Iterable[ParameterRecord], saved: Mapping[str, Any]) -> Any:
+    """Return the saved means of gradient norms for ``skip_above="4x"``, if they are equal for all these parameters.
+
+    They differ if other optimizers clipped the parameters. The means then start anew.
+    """
     entries = filter(None, (saved["parameters"].get(record.name) for record in records))
     settings = [saved["groups"][number]["settings"] for number in sorted({entry["group"] for entry in entries})]
     means = [as_tuples(group_settings.get(NORM_MEANS, FRESH_MEANS)) for group_settings in settings]
     return means[0] if means and means.count(means[0]) == len(means) else FRESH_MEANS
 
 
-def fitting_settings(
+def saved_group_settings(
     group: Mapping[str, Any], records: Iterable[ParameterRecord], saved: Mapping[str, Any], means: Any
 ) -> dict[str, Any]:
     """Return the saved settings for a group: the settings of its parameters' saved groups, which must be equal.
@@ -132,8 +135,8 @@ def fitting_settings(
     Args:
         group: The group.
         records: Its parameters.
-        saved: The checkpoint's settings, see `settings_of`.
-        means: The norm means of all groups, see `fitting_means`.
+        saved: The checkpoint's settings, see `group_settings`.
+        means: The norm means of all groups, see `saved_norm_means`.
 
     Raises:
         StateError: these settings differ, or are out of range.
@@ -236,7 +239,7 @@ def plan_load(
     Args:
         path: The path of the checkpoint, for messages.
         tensors: The tensors in the checkpoint, by name.
-        saved: The checkpoint's settings, see `settings_of`.
+        saved: The checkpoint's settings, see `group_settings`.
         records: The parameters of this rank, and the tensors that no optimizer steps.
         everyone: The names of the records of all ranks.
         strict: Whether missing and additional names are an error.
@@ -251,13 +254,14 @@ def plan_load(
         if name.startswith(f"{STATE}."):
             owner, key = name.removeprefix(f"{STATE}.").rsplit(".", 1)
             states.setdefault(owner, {})[key] = entry
-    wrong = _names([record.name for record in records], model, states, everyone) if strict else []
+    wrong = _name_faults([record.name for record in records], model, states, everyone) if strict else []
     for record in records:
         if record.name in model:
-            wrong += _entry(f"{MODEL}.{record.name}", model[record.name], record.parameter.storage.shape, record.dtype)
-            plan.entries.append((record, None, f"{MODEL}.{record.name}"))
+            key = f"{MODEL}.{record.name}"
+            wrong += _weight_faults(key, model[record.name], record.parameter.storage.shape, record.dtype)
+            plan.entries.append((record, None, key))
             if record.group:
-                wrong += _state(plan, record, saved, states, strict=strict)
+                wrong += _plan_state(plan, record, saved, states, strict=strict)
     other = ", or write load(..., strict=False), which leaves alone what only one of them has" if strict else ""
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -270,9 +274,9 @@ def plan_load(
         if record.group:
             groups.setdefault(id(record.group), []).append(record)
     used, there_products = set[str](), saved.get("products")
-    means = fitting_means([record for record in records if record.group], saved)
+    means = saved_norm_means([record for record in records if record.group], saved)
     for members in groups.values():
-        settings = fitting_settings(members[0].group, members, saved, means)
+        settings = saved_group_settings(members[0].group, members, saved, means)
         plan.settings.append((members[0].group, settings))
         matrices = [record for record in members if record.parameter.is_matrix]
         used |= {replace(record, group=record.group | settings).products for record in matrices}
@@ -285,7 +289,7 @@ def plan_load(
     return plan
 
 
-def _names(
+def _name_faults(
     local: Collection[str], saved: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
 ) -> list[str]:
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
@@ -305,7 +309,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (the nearest is {close[0]})" if close else ""
 
 
-def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
+def _weight_faults(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
     """Return messages about saved weights of another shape, or of a precision that loading would round."""
     old = entry.dtype
     if entry.shape != tuple(shape):
@@ -315,7 +319,7 @@ def _entry(name: str, entry: SavedTensor, shape: Sequence[int], dtype: torch.dty
     return []
 
 
-def _state(
+def _plan_state(
     plan: LoadPlan,
     record: ParameterRecord,
     saved: Mapping[str, Any],

@@ -180,7 +180,7 @@ def unreadable(subject: str, error: BaseException) -> FileError:
     return FileError(f"{subject} could not be read: {reason(error)}. {remedy}")
 
 
-def merged(manifests: Sequence[Manifest]) -> Manifest:
+def merged_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """Return the files and the tensors of all ranks together."""
     files, tensors = dict[str, Entry](), dict[str, SavedTensor]()
     for manifest in manifests:

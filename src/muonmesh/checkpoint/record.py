@@ -207,8 +207,17 @@ class CheckpointedOptimizer:
     """What `muonmesh.checkpoint` saves of a `Muon` and loads into it.
 
     A framework that wraps one optimizer or several derives a class, and overrides the methods whose answers are others
-    there. Only `whole` communicates, and `checkpoint_records` if owners of matrices keep state and no step has assigned
-    them.
+    there. The calls of all ranks, in order:
+
+    1. `save` calls `refuse_if_interrupted`.
+    2. Both enter `whole`, which communicates.
+    3. Both call `checkpoint_records` and `renamed`. The former communicates if owners of matrices keep state and no
+       step has assigned them.
+    4. `load` calls `checkpoint_changing`, then `ParameterRecord.take` for each entry.
+    5. Both leave `whole`.
+    6. `load` calls `checkpoint_restored`.
+
+    `create_state` is for frameworks that read the state of their optimizer before the first step.
 
     Attributes:
         muons: The optimizers.

@@ -1,8 +1,8 @@
 """Saves a model and its optimizer as a checkpoint that any layout can read, and loads it.
 
 `save` gets a ParameterRecord of each parameter from the optimizer, and writes the LocalBoxes of each tensor in the
-records with `folder.write`. `load` checks the folder with `folder.look`, finds with `load_plan.plan_load` where each
-tensor goes, reads into new memory, and only then writes to the model and the optimizer.
+records with `folder.write`. `load` checks the folder with `folder.open_checkpoint`, finds with `load_plan.plan_load`
+where each tensor goes, reads into new memory, and only then writes to the model and the optimizer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.folder import look, write
-from muonmesh.checkpoint.load_plan import check_saved, merged, plan_load, settings_of
+from muonmesh.checkpoint.folder import open_checkpoint, write
+from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
@@ -85,13 +85,13 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         trained = [record for record in records if record.group]
 
         def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
-            return {record.name: _digest(record) for record in records}, settings_of(trained), _sums(trained)
+            return {record.name: _digest(record) for record in records}, group_settings(trained), _sums(trained)
 
         digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
-        write(path, tensors, merged(settings))
+        write(path, tensors, merged_settings(settings))
 
 
 @plain_modes()
@@ -130,8 +130,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     """
     host = settled(lambda: checkpointed(optimizer))
     reshard(model)
-    contents = look(path)
-    check_saved(contents.folder / SETTINGS_FILE, contents.settings)
+    contents = open_checkpoint(path)
+    check_saved_settings(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
         own_names = [record.name for record in records]

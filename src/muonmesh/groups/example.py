@@ -34,7 +34,7 @@ def facts_of_example(model: nn.Module, example: Any, *, sharded: str = _SHARDED)
 
     Arguments run on a copy of the model on the meta device, where nothing is computed. If this is not possible, as for
     a function, the model itself runs. Its buffers, modes, gradients and torch's random numbers stay as they were. Hooks
-    of the model run too. A model on the meta device runs with numbers that are made up: a check of a mask is told yes.
+    of the model run too. Where the forward of a model on the meta device reads a number, it gets True or 1.
 
     A model must not be sharded; ``sharded`` is what the error then says to write.
 

@@ -35,6 +35,7 @@ _MOVED = {"ToTorchTensor", "FromTorchTensor", "Redistribute"}
 _MARKS = {"RegisterPostBackwardFunction", "PreBackwardFunctionForModule", "PostBackwardFunctionModule"}
 _LOOK_UP = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 _JOINS = {"Cat", "Stack"}
+_WRITES = {"torch::autograd::Copy", "torch::autograd::CopySlices"}  # also into states that a model returns
 _TAKES_ACTIVATIONS = {"Add", "Sub", "Where", "NativeLayerNorm", "FusedRmsNorm", *_JOINS}
 _VIEWS = _RESHAPED | _TURNED | _MOVED | _CUTS - {"Glu"}
 # These keep every feature apart, if the other operand is no activation.
@@ -73,9 +74,10 @@ class Facts:
 
 
 class Form(NamedTuple):
-    """Which numbers a view holds: dims of (size, stride) pairs; a stride of 0 means that the number does not change.
+    """The elements of a tensor that a view shows: an offset, and (size, stride) pairs for each dim of the view.
 
-    ``ranks`` are pairs that the view of this rank leaves out: each rank has the same view of a shard of its own.
+    A stride of 0 repeats the same elements. ``ranks`` are the pairs that lead from this rank's shard to the shards of
+    other ranks, which have the same view.
     """
 
     offset: int
@@ -241,14 +243,14 @@ class _Use:
     features: int  # dim of the product's result
     reads: Edge | None
     groups: int
+    stored: Literal["out×in", "in×out"] | None = None
+    rows: int = 0  # of the weight out × in, or of one of a stack, if it is known how it is stored
 
-    @property
-    def rows(self) -> int:
-        """How many rows the weight out × in has, or one of a stack; 0 if it is not known how it is stored."""
-        shape, stored = global_shape(self.parameter), _stored(self)
-        if stored is None:
-            return 0
-        return shape[-1] if stored == "in×out" else shape[0] if self.node.kind in _LAYERS else shape[-2]
+    def __post_init__(self) -> None:
+        shape, self.stored = global_shape(self.parameter), _stored(self)
+        if self.stored is not None:
+            layer = self.node.kind in _LAYERS
+            self.rows = shape[-1] if self.stored == "in×out" else shape[0] if layer else shape[-2]
 
 
 @cache
@@ -461,7 +463,7 @@ def facts_of_graph(
         weight.first = _agreed(_is_first(use) for use, _ in uses)
         weight.last = _agreed(end for _, end in uses)
         weight.groups = max(use.groups for use, _ in uses)
-        weight.stored = _agreed(_stored(use) for use, _ in uses)
+        weight.stored = _agreed(use.stored for use, _ in uses)
         cuts, hides = zip(*(_cut(use) for use, _ in uses), strict=True)
         if weight.stored and weight.groups < 2 and None not in cuts:
             weight.cut = _as_matrices(frozenset[Any]().union(*cuts), uses[0][0].rows)
@@ -496,7 +498,10 @@ def _is_first(use: _Use) -> bool | None:
 
 
 def _is_late(product: Node) -> bool:
-    """Whether what a layer makes of inputs only meets what deep layers make: keys of a text, in each block of a net."""
+    """Whether a layer that reads inputs only feeds products with results of deep layers.
+
+    Such layers make the keys and values of a text in each block with cross-attention. They are no input layers.
+    """
 
     def meets(user: Node, position: int) -> bool:
         return user.is_product and any(other.deep for other, _ in user.others(position))
@@ -599,7 +604,8 @@ def _cut(use: _Use) -> tuple[_Parts | None, bool]:
     features = tuple((size, int((size, stride) in rows)) for size, stride in features_made)
     dims = (features if is_readable and i == use.features else ((n, 0),) for i, n in enumerate(shape))
     hides: list[Node] = []
-    pieces = _pieces(use.node, 0, Form(0, tuple(dims)), hides)
+    features_form = Form(0, tuple(dims))
+    pieces = _pieces(use.node, 0, features_form, hides) or [features_form]
     if use.form is None or use.rows == 0 or not is_readable or (hides and len(pieces) == 1):
         return None, bool(hides)
     ((count, stride),) = rows
@@ -610,12 +616,17 @@ def _cut(use: _Use) -> tuple[_Parts | None, bool]:
 
 
 def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 0) -> list[Form]:
-    """Return the parts into which an output of a node is cut, itself if it is not; add nodes that may hide parts."""
+    """Return the parts into which an output of a node is cut, itself if it is not; add nodes that may hide parts.
+
+    What is only written into a state that the model returns has no parts: nothing is computed from it.
+    """
     users = [(user, position) for user, position, nr in node.users if nr == number]
     whole, parts = not users, dict[Any, Form]()
     for user, position in users:
         if user.kind in _CUTS:
             inner = _parts(user, form, hides, deep)
+        elif user.kind in _WRITES and not user.users:
+            inner = []
         else:
             after = _after(user, position, form) if deep < 60 else None
             inner = None if after is None else _pieces(user, 0, after, hides, deep + 1)
@@ -625,6 +636,8 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
             if user.is_opaque or may_cut or deep >= 60:
                 hides.append(user)
         parts |= {(part.offset, part.atoms()): part for part in inner or ()}
+    if not whole and not parts:
+        return []
     cuts = [user for user, _ in users if user.kind in _CUTS]
     if whole or len(parts) < 2 or (form.offset, form.atoms()) in parts or _joined(cuts):
         return [form]
@@ -689,8 +702,8 @@ def _sums_products(other: Node, term: Node) -> bool:
 def _joined(cuts: list[Node]) -> bool:
     """Whether all parts are joined again side by side, before any product: the two halves of a rotary embedding.
 
-    Parts that are one operand of alike products, whose results are joined side by side, are joined too: the values of
-    some heads each.
+    Parts also count as joined if each is the same operand of a product of the same kind, and the results of these
+    products are joined. The parts are then values of different heads.
     """
     reached = [
         _joins(cut, number)
@@ -708,7 +721,7 @@ def _joined(cuts: list[Node]) -> bool:
 
 
 def _joins(cut: Node, number: int) -> set[_Step]:
-    """Return where an output of a cut is joined with others, not behind a product with a weight."""
+    """Return the nodes that join an output of a cut with other tensors before a product with a weight reads it."""
     todo: list[_Step] = [(user, position, ()) for user, position, nr in cut.users if nr == number]
     met, joins = set[Node](), set[_Step]()
     while todo and len(met) < 50:
@@ -726,6 +739,8 @@ def _joins(cut: Node, number: int) -> set[_Step]:
 @cache
 def _as_matrices(pieces: _Parts, out: int) -> Matrices | None:
     """Return the entry of "matrices" for parts of ``out`` rows; None if no entry says it."""
+    if pieces == {(0, ((out, 1),))}:
+        return "whole"
     owner: dict[int, int] = {}
     for i, (offset, atoms) in enumerate(sorted(pieces)):
         places = product(*(range(0, size * stride, stride) for size, stride in atoms))
@@ -747,9 +762,10 @@ def _as_matrices(pieces: _Parts, out: int) -> Matrices | None:
 
 
 def _unlike_others(facts: Mapping[str, Facts], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Forget that a layer in a block is the first or the last, if other blocks have the same layer inside.
+    """Set ``first`` and ``last`` of layers in blocks to unknown where blocks that are alike differ in them.
 
-    A block that has no layer before it reads inputs, but it is a block like the others.
+    The first block of a model without an input layer reads the inputs, but its layers have the same role as those of
+    the other blocks.
     """
     alike: dict[Any, list[Facts]] = defaultdict(list)
     for name, weight in facts.items():

@@ -191,7 +191,8 @@ def _end(site: Site, layers: InputOutputLayers, facts: Facts | None) -> Role | N
             layer = None
     if layer is None or (layer[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    return replace(_adamw(*layer, site), guess=facts is None)
+    shown = facts is not None and (facts.does != "multiplies" or facts.last or facts.first)
+    return replace(_adamw(*layer, site), guess=not shown)
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:

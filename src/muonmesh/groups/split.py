@@ -92,7 +92,7 @@ class ParamGroups(list[dict[str, Any]]):
         """
         _check_module(stage)
         trained = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
-        stage_parameters: dict[str, tuple[str, nn.Parameter]] = {}
+        members: dict[str, tuple[str, nn.Parameter]] = {}
         frozen: dict[str, str] = {}
         for key, parameter in stage.named_parameters():
             name = canonical_name(key)
@@ -101,31 +101,25 @@ class ParamGroups(list[dict[str, Any]]):
                 continue
             first = self.shared.get(name, name)
             if first not in trained:
-                problem = (
-                    "The stage holds this parameter, and the groups of the whole model have none of this name. Call "
-                )
-                problem += "split_params(model) on the model that the stage was cut from, and keep its names"
+                problem = "The stage holds this parameter, and the groups of the whole model have none of this name. "
+                problem += "Call split_params(model) on the model that the stage was cut from, and keep its names"
                 raise ValueError(about(name, problem))
             if (shape := global_shape(parameter)) != (needed_shape := global_shape(trained[first])):
                 needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
                 raise ValueError(explain_error(name, f"shape {shape}", needed, write))
-            if first in stage_parameters:  # one of both would be trained by nobody
-                cause = f"a parameter apart from {stage_parameters[first][0]}, to which it was tied in the whole model"
+            if first in members:  # one of both would be trained by nobody
+                cause = f"a parameter apart from {members[first][0]}, to which it was tied in the whole model"
                 write = "Tie them again after sharding, or call split_params on this model, without example="
                 raise ValueError(explain_error(name, cause, "one shared parameter", write))
-            stage_parameters[first] = name, parameter
-        if not stage_parameters:
+            members[first] = name, parameter
+        if not members:
             _refuse_untrained(stage, frozen)
-        groups = [
-            _restricted(group, stage_parameters)
-            for group in self
-            if not stage_parameters.keys().isdisjoint(group["param_names"])
-        ]
-        roles = {name: self._roles[first] for first, (name, _) in stage_parameters.items() if first in self._roles}
+        groups = [_restricted(group, members) for group in self if not members.keys().isdisjoint(group["param_names"])]
+        roles = {name: self._roles[first] for first, (name, _) in members.items() if first in self._roles}
         attributes: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
         result = ParamGroups(groups, **attributes, model=stage)
         if roles and not any("InterpreterModule" in class_names(module) for module in stage.modules()):
-            result.watch = Watch(unwrapped(stage), roles, part=len(stage_parameters) < len(trained))
+            result.watch = Watch(unwrapped(stage), roles, part=len(members) < len(trained))
         return result
 
     def __str__(self) -> str:
@@ -304,14 +298,12 @@ def _check_module(model: Any) -> None:
         raise TypeError(explain_error(called("split_params"), problem, "a torch.nn.Module", "Pass the model"))
 
 
-def _settings(algorithm: str, settings_given: Any) -> dict[str, Any]:
+def _settings(algorithm: str, values: Any) -> dict[str, Any]:
     """Return the settings of a half as a dict."""
-    if not isinstance(settings_given, Mapping | None):
+    if not isinstance(values, Mapping | None):
         write = f'Write {algorithm}={{"lr": ...}}'
-        raise TypeError(
-            explain_error(called("split_params"), f"{algorithm}={settings_given!r}", "settings by name", write)
-        )
-    settings = dict(settings_given or {})
+        raise TypeError(explain_error(called("split_params"), f"{algorithm}={values!r}", "settings by name", write))
+    settings = dict(values or {})
     write = "Write it in overrides={...} where a parameter is meant"
     _check_names(f"{algorithm}=", settings, _RESERVED | {"algorithm", "matrices"}, write)
     return own_names(f"{algorithm}=", settings) if algorithm == "adamw" else settings

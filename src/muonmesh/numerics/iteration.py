@@ -87,7 +87,7 @@ class CpuIteration:
         self._shape, self._device = self.x.shape, matrices.device
         exact, deflation = self._matmuls.exact, self._prepared.deflation
         self._row_products = row_products if exact is None else exact.row_products
-        self._squares, self._batched = dict[str, Tensor](), self._matmuls.at_once > 1
+        self._squares, self._as_batch = dict[str, Tensor](), self._matmuls.batch_limit > 1
         loaded = self._load(matrices)
         self._norm_is(loaded)
         if deflation is None:
@@ -127,9 +127,9 @@ class CpuIteration:
         """Write matrices to X times a power of two, and return their norms; see `load`."""
         exact = self._matmuls.exact
         if exact is None:
-            return load(matrices, self.x, together=self._batched)
+            return load(matrices, self.x, as_batch=self._as_batch)
         if self._exact_for(matrices) is None:  # not in one pass; the norms are summed in one way all the same
-            load(matrices, self.x, together=self._batched)
+            load(matrices, self.x, as_batch=self._as_batch)
             matrices = self.x
         return exact.load(matrices, self.x)
 
@@ -139,7 +139,7 @@ class CpuIteration:
 
     def _norm_is(self, norm: Tensor) -> None:
         self._norm, self._inverse = norm, norm.reciprocal()
-        self._inverse_square = self._inverse.square() if self._batched else norm.square().reciprocal()
+        self._inverse_square = self._inverse.square() if self._as_batch else norm.square().reciprocal()
 
     def begin(self, p: Polynomial) -> None:
         """Divide X by ‖A²‖^¼ (Frobenius) of its Gram matrix A: (Σσ⁸)^⅛, which bounds its largest singular value.

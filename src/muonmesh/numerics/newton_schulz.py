@@ -237,16 +237,12 @@ class Orthogonalizer:
         Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
         """
         with self.exactly():
-            run, batch_limit, tensors = (
-                partial(self._run, overwrite=overwrite),
-                self.products.at_once,
-                [*matrices, *out],
-            )
-            fits = len(out) > 1 or 0 < len(out[0]) <= batch_limit
+            run, limit, tensors = partial(self._run, overwrite=overwrite), self.products.batch_limit, [*matrices, *out]
+            fits = len(out) > 1 or 0 < len(out[0]) <= limit
 
             def run_all() -> None:
-                for start in (0,) if fits else range(0, len(out[0]), batch_limit):
-                    run(*(tensors if fits else (tensor[start : start + batch_limit] for tensor in tensors)))
+                for start in (0,) if fits else range(0, len(out[0]), limit):
+                    run(*(tensors if fits else (tensor[start : start + limit] for tensor in tensors)))
 
             if self.repeats and fits:
                 run_again(self._recordings, run, tensors, overwrite)

@@ -20,7 +20,7 @@ _LEAST = 1e-12
 """A number below the scaled norm of every non-zero matrix; the square of its inverse is finite."""
 
 
-def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
+def load(matrices: Tensor, out: Tensor, *, as_batch: bool) -> Tensor:
     """Write matrices to `out`, in wide orientation and times a power of two; return the Frobenius norms of the result.
 
     The power of two is near 1 / max|x|. The multiplication is exact, and squares then neither overflow nor vanish.
@@ -28,12 +28,12 @@ def load(matrices: Tensor, out: Tensor, *, together: bool) -> Tensor:
     Args:
         matrices: Shape (batch, m, n), any strides, any floating-point dtype.
         out: Shape (batch, min(m, n), max(m, n)), contiguous, compute dtype; may be `matrices`.
-        together: Whether one operation may take all matrices.
+        as_batch: Whether one operation may take all matrices.
 
     Returns:
         The norms, (batch, 1, 1), at least fp32; above 0 even for a matrix of zeros, NaN if an entry is not finite.
     """
-    if together:
+    if as_batch:
         return _load(matrices, out)
     return torch.stack([_load(x, target)[None, None] for x, target in zip(matrices, out, strict=True)])
 
@@ -71,7 +71,7 @@ def _load(x: Tensor, out: Tensor) -> Tensor:
 def normalize(matrices: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Do `Matmuls.normalize` by torch's operations, for any dtype, orientation and strides of the matrices."""
     loaded = out.view(torch.bfloat16) if out.dtype == torch.float16 else out  # whose range is large enough
-    norm = load(matrices, loaded, together=True)
+    norm = load(matrices, loaded, as_batch=True)
     power = 2.0**13 * _inverse_power_of_two_of(norm)
     torch.mul(loaded, power, out=out)
     inverse = (norm * power).reciprocal()

@@ -20,7 +20,7 @@ from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
 from muonmesh.layout.piece_table import PieceTable
 from muonmesh.layout.region import Block, Region, number_in_whole, row_major
-from muonmesh.names import phase_of
+from muonmesh.names import stagger_of
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import Hyperparameters, Rule
 from muonmesh.numerics.stochastic import Rounding, keys_of
@@ -253,9 +253,9 @@ class MatrixStep:
 
     @property
     def rule_in_turn(self) -> Rule:
-        """The rule with the phase of the matrix, by which `Rule.turn` decides whether this step is its turn."""
+        """The rule with the number of the matrix, by which `Rule.is_due` decides whether the matrix is due."""
         rule, matrix = self.kind.rule, self.matrix
-        return replace(rule, phase=phase_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
+        return replace(rule, stagger=stagger_of(matrix.parameter, matrix.index)) if rule.takes_turns else rule
 
     def gradient(self, piece: Piece) -> Tensor:
         """Return a view of the gradient of a piece."""
@@ -286,7 +286,17 @@ class MatrixStep:
 
 
 class StateCodec:
-    """How a step reads and writes state that is kept otherwise than it is computed with."""
+    """How a step reads and writes state that is kept otherwise than it is computed with.
+
+    A step makes these calls, all but `begin` for what this rank stores:
+
+    1. `bind` for each parameter, and then `begin` once, on every rank.
+    2. For each table of gradients `arrive`, `fold` and, when directions are written, `have_read`.
+    3. For each table of updates `have_written`, when weights are written.
+    4. `finish` once.
+
+    On a CPU, the calls of 2 and 3 may come from several threads at a time.
+    """
 
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its state, if that can be done before the step begins."""

@@ -15,7 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from muonmesh.checkpoint.load_plan import OWN_KEYS
+from muonmesh.checkpoint.load_plan import IDENTITY
 from muonmesh.clip.limits import Limits
 from muonmesh.comm.process_groups import host_group
 from muonmesh.errors import LayoutError, explain_error
@@ -231,7 +231,7 @@ class Assembly:
 
     def _group(self, group: Mapping[str, Any], experts: str | None) -> dict[str, Any]:
         """Return a group without parameters. DeepSpeed requires the name of the experts' ranks as a group's name."""
-        settings = {key: value for key, value in group.items() if key not in OWN_KEYS}
+        settings = {key: value for key, value in group.items() if key not in IDENTITY}
         identity: dict[str, Any] = {"name": group["name"]} if experts is None else {"name": experts, "moe": True}
         return {"params": [], "parameters": [], "matrices": [], "algorithm": group["algorithm"], **identity, **settings}
 

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.load_plan import OWN_KEYS
+from muonmesh.checkpoint.load_plan import IDENTITY
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
 from muonmesh.clip.norm_means import bring_to_host, keep_means
@@ -146,7 +146,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             self.watched = None, []
         shown = [(group, *self._stepping(tensor)) for group in self.param_groups for tensor in group["params"]]
         for group, _, inner in shown:
-            inner.update({key: group[key] for key in inner.keys() - {*OWN_KEYS, "steps_taken"}})
+            inner.update({key: group[key] for key in inner.keys() - {*IDENTITY, "steps_taken"}})
         visible = list(dict.fromkeys(muon for _, muon, _ in shown))
         if self._limits is not None and self.muons[0] in visible:
             measured = measure(self._limits, self._zero, self.muons, visible, self.param_groups)

@@ -105,7 +105,9 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             raise ValueError(explain_error("model_chunks", problem, "a chunk with main_grad", write))
         flat = (config.use_distributed_optimizer,), "Set it as in OptimizerConfig"
         wrapper = (fsdp,), "Wrap the chunk in megatron.core.distributed.FullyShardedDataParallel, or remove it"
-        ddp: Refusals = {**_DDP, "use_distributed_optimizer": flat, "use_megatron_fsdp": wrapper}
+        ddp = {**_DDP, "use_distributed_optimizer": flat, "use_megatron_fsdp": wrapper}
+        if fsdp:
+            del ddp["num_distributed_optimizer_instances"]
         refuse_settings("DistributedDataParallelConfig", partial(_field, chunk.ddp_config), ddp)
         _refuse_unreduced_experts(chunk.config, chunk)
         model: Refusals = {**_MODEL, **(_FSDP if fsdp else {})}

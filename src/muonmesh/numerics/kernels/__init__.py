@@ -69,11 +69,11 @@ def select(
     """
     check_kernels(kernels, device=device, dtype=dtype)
     matrix_bytes = rows * cols * dtype.itemsize
-    cpu_at_once = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
+    cpu_batch_limit = max(2, _CPU_BYTES_AT_ONCE // matrix_bytes)
     resolved = resolve(kernels, device=device, dtype=dtype, rows=rows, whole=whole)
     if is_compiled(resolved):
-        at_once = 1 if rows >= _BLOCKED_FROM_ROWS else cpu_at_once
-        return compiled_products(rows=rows, cols=cols, at_once=at_once, variant="amx" if resolved == "amx" else "")
+        limit = 1 if rows >= _BLOCKED_FROM_ROWS else cpu_batch_limit
+        return compiled_products(rows=rows, cols=cols, batch_limit=limit, variant="amx" if resolved == "amx" else "")
     if resolved == "triton":
         return triton_products(batch_limit=max(1, _DEVICE_BYTES_AT_ONCE // matrix_bytes), rows=rows, cols=cols)
     if device.type != "cpu":
@@ -81,7 +81,7 @@ def select(
     widens = dtype == torch.bfloat16 and not (multiplies_bf16() and rows >= _NARROW_FROM_ROWS)
     # A matrix that does not fill its last 64 bytes would shift the next one; wider copies begin where they should.
     begin_alike = widens or not (matrix_bytes % ALIGNMENT or rows * rows * dtype.itemsize % ALIGNMENT)
-    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(at_once=cpu_at_once if begin_alike else 1)
+    table = BLOCKED if rows >= _BLOCKED_FROM_ROWS else dense(batch_limit=cpu_batch_limit if begin_alike else 1)
     return widened(table) if widens else table
 
 

@@ -52,4 +52,4 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
 
 def torch_products(*, batch_limit: int) -> Matmuls:
     """The table for batches of at most `batch_limit` matrices."""
-    return Matmuls(multiply=multiply, at_once=batch_limit)
+    return Matmuls(multiply=multiply, batch_limit=batch_limit)

@@ -144,5 +144,5 @@ def _multiply(
     return out
 
 
-BLOCKED = Matmuls(multiply=_multiply, at_once=1)
+BLOCKED = Matmuls(multiply=_multiply, batch_limit=1)
 """The table for one matrix at a time, since a batch of matrices this large gains nothing."""

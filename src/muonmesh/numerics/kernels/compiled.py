@@ -131,21 +131,21 @@ def _check_whole(library: bytes) -> None:
         raise OSError(f"it ends after {len(library):,} bytes of {start + size * count:,}")
 
 
-def compiled_products(*, rows: int, cols: int, at_once: int = 1, variant: str = "") -> Matmuls:
-    """Return the table for batches of at most ``at_once`` matrices of a shape, rows ≤ cols.
+def compiled_products(*, rows: int, cols: int, batch_limit: int = 1, variant: str = "") -> Matmuls:
+    """Return the table for batches of at most ``batch_limit`` matrices of a shape, rows ≤ cols.
 
     The bits of a matrix are the same in a batch, alone, and on any number of threads.
 
     Args:
         rows: The smaller side.
         cols: The larger side.
-        at_once: See `Matmuls`.
+        batch_limit: See `Matmuls`.
         variant: See `library`. What is not a product is computed by the best variant, with the same bits.
     """
     small = Small(partial(_orthogonalize, variant), (torch.bfloat16,))
     return Matmuls(
         multiply=partial(_multiply, variant),
-        at_once=at_once,
+        batch_limit=batch_limit,
         exact=Exact(row_products=_row_products, load=_load, store=_store),
         small=small if rows * rows * cols < _WORTH_A_CALL else None,
     )

@@ -49,15 +49,15 @@ def scaled(out: Tensor, s: float | Tensor) -> Tensor:
     return out
 
 
-def dense(*, at_once: int) -> Matmuls:
-    """Return the table for batches of at most `at_once` matrices, each of which begins at a multiple of 64 bytes.
+def dense(*, batch_limit: int) -> Matmuls:
+    """Return the table for batches of at most `batch_limit` matrices, each of which begins at a multiple of 64 bytes.
 
     Bits of a torch product depend on the number of matrices in the call, on strides, on the address modulo 64 bytes and
     on the number of threads. oneDNN chooses by all of these how it sums, most of all where it has AMX, and says of none
     that it makes no difference. So each matrix has a call of its own, on one thread, whatever is beside it. All other
     operations take the whole batch.
     """
-    return Matmuls(multiply=multiply, at_once=at_once, one_thread=True)
+    return Matmuls(multiply=multiply, batch_limit=batch_limit, one_thread=True)
 
 
 def widened(exact: Matmuls) -> Matmuls:

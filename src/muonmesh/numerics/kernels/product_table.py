@@ -77,8 +77,8 @@ class Matmuls:
 
             On a device there may be none, one or two terms, and ``identity``, a number that is added to the diagonal
             before ``scale`` multiplies it.
-        at_once: The largest number of matrices that the iteration should give to one call. It is 1 for large matrices
-            on a CPU, because reductions and elementwise operations are faster on a single matrix there.
+        batch_limit: The largest number of matrices that one call should be given. It is 1 for large matrices on a CPU,
+            because reductions and elementwise operations are faster on a single matrix there.
         one_thread: Whether a batch must be computed on one thread, because the bits depend on the number of threads.
         by_torch: Whether torch multiplies any of them, so that its settings count.
         normalize: ``normalize(x, out)`` multiplies each matrix by a power of two, so that its norm ν lies in
@@ -90,7 +90,7 @@ class Matmuls:
     """
 
     multiply: Callable[..., Tensor]
-    at_once: int
+    batch_limit: int
     one_thread: bool = False
     by_torch: bool = True
     normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None

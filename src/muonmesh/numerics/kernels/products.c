@@ -602,8 +602,8 @@ void muonmesh_orthogonalize(long batch, long rows, long cols, const bf16 *x, bf1
           store_narrowed(load_widened(a.at + i, lanes) * square[1], b.at + i, lanes);
         }
       if (step == steps - 1 && rows <= cols) next.at = out;
-      const matrix added = of[0] != 0 ? iterate : none;
-      multiply_configured(1, n, n, wide, (matrix[]){b, iterate, added, none, next, none}, 0, apply, 0, 0, 1, room);
+      multiply_configured(1, n, n, wide, (matrix[]){b, iterate, of[0] != 0 ? iterate : none, none, next, none}, 0, apply,
+                          0, 0, 1, room);
       matrix previous = iterate;
       iterate = next, next = previous;
     }

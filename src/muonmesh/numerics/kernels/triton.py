@@ -119,7 +119,7 @@ def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sy
     """The table for batches of at most `batch_limit` matrices of a shape, rows ≤ cols."""
     return Matmuls(
         multiply=multiply,
-        at_once=batch_limit,
+        batch_limit=batch_limit,
         by_torch=rows >= min(TORCH_FROM.values(), default=sys.maxsize),
         normalize=normalize,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,

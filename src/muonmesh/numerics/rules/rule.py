@@ -48,7 +48,7 @@ class Hyperparameters:
         weight_decay: Decoupled: ``p ← p·(1 − lr·weight_decay)``.
         decay_mode: Whether all weights decay ("full"), or only those of the update's sign ("cautious").
         stochastic_rounding: Seed of the stochastic rounding of weights in bf16; None: they are rounded to nearest.
-        takes_turns: Whether the rule does costly work in some steps only, and matrices take turns (`Rule.turn`).
+        takes_turns: Whether the rule does costly work in some steps only, and matrices take turns (`Rule.is_due`).
         steps_taken: The number of earlier calls of `Muon.step`, including calls that changed nothing, without calls at
             learning rate 0 and calls that raised an error. The group counts and saves it only if the rule depends on
             it: see `counts_steps`.
@@ -123,7 +123,7 @@ def _fields_read(rule: Any) -> dict[str, Field[Any]]:
     return {
         rule_field.metadata.get("key", rule_field.name): rule_field
         for rule_field in fields(rule)
-        if rule_field.name != "phase"
+        if rule_field.name != "stagger"
     }
 
 
@@ -162,7 +162,7 @@ class Rule(Hyperparameters):
         coefficients: The coefficient set, see `orthogonalize`. Its key in a param group is ``ns_coefficients``.
         steps: The number of Newton–Schulz steps. Its key in a param group is ``ns_steps``.
         method: The method, see `orthogonalize`. Its key in a param group is ``ns_method``.
-        phase: The number of the matrix on which `balance` or `whole` works, see `turn`.
+        stagger: The number of the matrix on which `balance` or `whole` works. It decides when the matrix `is_due`.
     """
 
     orthogonalizes: ClassVar[bool] = True
@@ -174,15 +174,15 @@ class Rule(Hyperparameters):
     coefficients: Coefficients = field(metadata={"key": "ns_coefficients"})
     steps: int = field(metadata={"key": "ns_steps"})
     method: Method = field(metadata={"key": "ns_method"})
-    phase: int = field(default=0, kw_only=True)
+    stagger: int = field(default=0, kw_only=True)
 
-    def turn(self, every: int) -> bool:
+    def is_due(self, every: int) -> bool:
         """Return True in one of ``every`` steps, for work in `balance` or `whole` that is not needed in each step.
 
         The name of the parameter decides in which step. Layers of one kind take turns one after the other. The answer
         is the same in every layout, on every rank, and after a resume.
         """
-        return (self.steps_taken + self.phase) % every == 0
+        return (self.steps_taken + self.stagger) % every == 0
 
     def keeps(self) -> Mapping[str, KeptAs]:
         """Return the state of the rule: for each name in the optimizer's state, the kind of its shape.

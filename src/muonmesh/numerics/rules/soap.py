@@ -39,7 +39,7 @@ class SoapRule(MuonRule):
 
     Attributes:
         beta2: β₂ of v, L and R, ``soap_beta2``.
-        every: Steps between two turns of a basis, ``soap_every``. Matrices take turns, see `Rule.turn`.
+        every: Steps between two turns of a basis, ``soap_every``. Matrices take turns, see `Rule.is_due`.
     """
 
     takes_turns: ClassVar[bool] = True
@@ -79,8 +79,8 @@ class SoapRule(MuonRule):
         ):
             gram.lerp_(product, 1 - self.beta2)
             basis.copy_(torch.where(fresh, self._first(gram), basis))
-            if self.steps_taken and self.turn(self.every):
-                order = _turn(basis, gram)
+            if self.steps_taken and self.is_due(self.every):
+                order = _rotate(basis, gram)
                 order = order[:, :, None] if dim == -2 else order[:, None, :]
                 second.copy_(second.gather(dim, order.expand_as(second)))
         return torch.where(fresh, update, scaled)
@@ -99,7 +99,7 @@ class SoapRule(MuonRule):
         return 6 * rows * cols * (rows + cols) + 14 * (rows**3 + cols**3) // (3 * self.every)
 
 
-def _turn(basis: Tensor, gram: Tensor) -> Tensor:
+def _rotate(basis: Tensor, gram: Tensor) -> Tensor:
     """Turn bases towards the eigenvectors by one power iteration; return the new order of their vectors."""
     product = gram @ basis
     order = torch.argsort((basis * product).sum(-2), dim=-1, descending=True, stable=True)  # by qᵀ·G·q

@@ -58,10 +58,10 @@ def train(
 
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
-    from muonmesh.tools.cli.run import settings_of, train_run
+    from muonmesh.tools.cli.run import settings_from_options, train_run
 
     typed = {name for name in values if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    settings, resuming = settings_of(values, resume, typed)
+    settings, resuming = settings_from_options(values, resume, typed)
     raise SystemExit(train_run(settings, resuming=resuming))
 
 

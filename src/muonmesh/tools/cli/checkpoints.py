@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muonmesh.checkpoint import load, save
-from muonmesh.checkpoint.folder import before_at, check_replaceable, foreign_at, found_at, lock_folder, remove_folder
+from muonmesh.checkpoint.folder import check_replaceable, folder_at, foreign_in, lock_folder, previous_at, remove_folder
 from muonmesh.checkpoint.manifest import read_manifest
 from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.save_load import checkpointed
@@ -41,7 +41,7 @@ def numbered(directory: Path) -> list[tuple[int, Path]]:
     return sorted(paths.items(), reverse=True)
 
 
-def is_whole(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return whether every file of the manifest exists with its full size; contents are not read."""
     try:
         entries = read_manifest(folder).files
@@ -59,15 +59,15 @@ def forget_others(path: Path) -> None:
     """
     with contextlib.suppress(OSError):  # what could not be listed goes after the next save
         for _, other in numbered(path.parent):
-            if other == path or found_at(other).is_symlink():
+            if other == path or folder_at(other).is_symlink():
                 continue
             with contextlib.suppress(OSError, FileError):
                 check_replaceable(other)
-                for folder in (other, before_at(other)):
+                for folder in (other, previous_at(other)):
                     remove_folder(folder)
         for scratch in path.parent.glob(f".{STEP}*.writing"):
             with contextlib.suppress(OSError):
-                if not foreign_at(scratch) and (lock := lock_folder(scratch, make=False)) is not None:
+                if not foreign_in(scratch) and (lock := lock_folder(scratch, make=False)) is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
                     os.close(lock)
 
@@ -178,4 +178,4 @@ def without_checkpoint(run: Path) -> list[str]:
 
 def latest_step(directory: Path) -> int | None:
     """Return the step of the newest complete checkpoint in ``directory``, or None."""
-    return next((step for step, path in numbered(directory) if is_whole(found_at(path))), None)
+    return next((step for step, path in numbered(directory) if is_complete(folder_at(path))), None)

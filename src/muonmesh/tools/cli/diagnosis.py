@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
-from muonmesh.checkpoint.folder import found_at
-from muonmesh.checkpoint.load_plan import check_saved
+from muonmesh.checkpoint.folder import folder_at
+from muonmesh.checkpoint.load_plan import check_saved_settings
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
@@ -95,7 +95,7 @@ def diagnose(path: Path) -> Diagnosis:
     try:
         if _is_run(path):
             return _run(path)
-        if found_at(path).is_dir():
+        if folder_at(path).is_dir():
             return _folder(path)
         if path.is_file():
             return _file(path)
@@ -130,7 +130,7 @@ def _run(run: Path) -> Diagnosis:
 
 def _folder(path: Path) -> Diagnosis:
     """Return the diagnosis of a folder, which may be a checkpoint."""
-    folder = found_at(path)
+    folder = folder_at(path)
     result = Diagnosis(str(path))
     names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
     if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
@@ -142,7 +142,7 @@ def _folder(path: Path) -> Diagnosis:
     result.kind = OURS
     with result.noting():
         settings = read_json(folder / SETTINGS_FILE, needed=f"what save wrote there. {REMEDY}")
-        check_saved(folder / SETTINGS_FILE, settings)
+        check_saved_settings(folder / SETTINGS_FILE, settings)
         result.settings = settings
     if folder != path:
         result.notes.append(f"lies at {folder}: the one that was to replace it never came. It loads from {path}")

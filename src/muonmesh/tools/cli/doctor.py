@@ -39,9 +39,9 @@ def doctor(
     from muonmesh.tools.cli.terminal import say, say_json
 
     if path is None:
-        from muonmesh.tools.cli.installation import lines_of, look_around
+        from muonmesh.tools.cli.installation import check_installation, lines_of
 
-        findings = look_around()
+        findings = check_installation()
         if as_json:
             say_json([finding._asdict() for finding in findings])
         else:

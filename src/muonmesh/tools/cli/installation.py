@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def look_around() -> list[Finding]:
+def check_installation() -> list[Finding]:
     """Run all checks and return their findings; a check that fails is a finding too."""
     looks: dict[str, Callable[[], Finding]] = {
         "torch": _torch,
@@ -34,10 +34,10 @@ def look_around() -> list[Finding]:
         "orthogonalize": _orthogonalize,
         "NCCL": _nccl,
     }
-    return [_looked(name, look) for name, look in looks.items()]
+    return [_finding_of(name, look) for name, look in looks.items()]
 
 
-def _looked(name: str, look: Callable[[], Finding]) -> Finding:
+def _finding_of(name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except Exception as error:

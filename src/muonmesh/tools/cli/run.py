@@ -35,7 +35,7 @@ from muonmesh.tools.cli.run_settings import (
 from muonmesh.tools.cli.terminal import complain, make_console, note, say, shell_line
 
 
-def settings_of(values: dict[str, Any], resume: str | None, typed: set[str]) -> tuple[Settings, bool]:
+def settings_from_options(values: dict[str, Any], resume: str | None, typed: set[str]) -> tuple[Settings, bool]:
     """Return the settings of a run, and whether the run exists and continues.
 
     Args:

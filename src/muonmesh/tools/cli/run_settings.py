@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from muonmesh.errors import FileError
-from muonmesh.files import is_finite, is_whole, read_json, write_text
+from muonmesh.files import is_finite, is_integer, read_json, write_text
 
 Optimizer = Literal["muon", "adamw"]
 OptimizerChoice = Literal["muon", "adamw", "both"]
@@ -70,7 +70,7 @@ class Option:
             good = is_finite(value) and (value > 0 if self.positive else value >= 0)  # type: ignore[operator]
             if not good:
                 return "a positive, finite number" if self.positive else "zero or more, and finite"
-        elif not is_whole(value) or value < self.least:  # type: ignore[operator]
+        elif not is_integer(value) or value < self.least:  # type: ignore[operator]
             return f"a whole number of at least {self.least}"
         return "" if value <= self.most else f"a{'' if kind is float else ' whole'} number of at most {self.most}"  # type: ignore[operator]
 

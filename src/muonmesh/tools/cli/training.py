@@ -380,7 +380,7 @@ def work(run: Path) -> None:
     lock = contextlib.ExitStack()
     if LAUNCHER not in os.environ:  # the launcher holds the lock already
         on_first_rank(lambda: lock.enter_context(locked(run, option="torchrun")))
-    insist_on_the_same(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
+    require_equal_values(run, {**asdict(settings), "text": corpus.digest, "vocabulary": corpus.vocab})
     settings = replace(settings, out=str(run))  # the directory may have moved
     stop = StopRequest()
     for name in settings.optimizers:
@@ -391,7 +391,7 @@ def work(run: Path) -> None:
     lock.close()
 
 
-def insist_on_the_same(run: Path, own_values: Mapping[str, Any]) -> None:
+def require_equal_values(run: Path, own_values: Mapping[str, Any]) -> None:
     """Check that all ranks have the same values. Called on all ranks.
 
     Raises:
