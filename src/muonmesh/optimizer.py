@@ -41,7 +41,7 @@ from muonmesh.step.members import check_members, group_for, keep_gradients_of_vi
 from muonmesh.step.muon_step import MuonStep, Profiled
 from muonmesh.step.offload import Offload
 from muonmesh.step.parameters import Collected, ReadyParameters, collect, remember, steady
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
 from muonmesh.step.runtime import Clip, Requested, Runtime
@@ -54,7 +54,7 @@ T = TypeVar("T")
 class _Agreed(NamedTuple):
     """A step that all ranks have agreed on: their plan, and what this rank has read for it."""
 
-    planned: Planned
+    planned: StepPlan
     settings: StepSettings
     collected: Collected
     flags: Flags
@@ -329,7 +329,7 @@ class Muon(torch.optim.Optimizer):
         agreed.flags.skip = agreed.flags.skip or bool(met.skip)
         return agreed._replace(clip=met)
 
-    def _meet(self, work: Callable[[Planned, Muon | None, Exception | None], T | None]) -> T:
+    def _meet(self, work: Callable[[StepPlan, Muon | None, Exception | None], T | None]) -> T:
         """Return the result of clipping or metrics; if it is None, all ranks plan again, and repeat it.
 
         Args:
@@ -402,7 +402,7 @@ class Muon(torch.optim.Optimizer):
             self._tell_scaler(scaler, flags, found_inf)
         idle = runtime.idle
         idle.steps += 1
-        if collected.seen is None or idle.counts or idle.steps % PATIENCE == 1:  # in a steady step nothing is missing
+        if collected.snapshot is None or idle.counts or idle.steps % PATIENCE == 1:  # else nothing is missing
             idle.count(collected.missing, self.param_groups, any_gradient=collected.any_gradient)
         runtime.last.stopped = flags.skip if flags.stop is None else flags.stop
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
@@ -428,7 +428,7 @@ class Muon(torch.optim.Optimizer):
         runtime.interrupted = f"a step (number {exchange.communicator.steps} of this plan)"
         try:
             work.ready.begin(
-                exchange.communicator, settings.rules, flags, squares, collected.seen and collected.seen.version
+                exchange.communicator, settings.rules, flags, squares, collected.snapshot and collected.snapshot.version
             )
             work.begin(elementwise)
             exchange.run(cast(MuonStep, Profiled(work)) if watched else work)

@@ -20,7 +20,7 @@ from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.int8_momentum import SCALE, Blocks
 from muonmesh.step.members import flat_layouts
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, check_state
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
@@ -67,7 +67,7 @@ class SavedGroup(OrderedDict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def widen_state(states: Mapping[Tensor, dict[str, Any]], planned: Planned, wrote: Blocks | None) -> None:
+def widen_state(states: Mapping[Tensor, dict[str, Any]], planned: StepPlan, wrote: Blocks | None) -> None:
     """Convert int8 state to fp32, in place, so that any layout and any ``state_dtype`` can load it.
 
     The next step converts the state back to the same int8 codes and scales, so no precision is lost.
@@ -129,7 +129,7 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     precision: Precision,
-    planned: Planned | None,
+    planned: StepPlan | None,
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Load a state dict with torch's ``load_state_dict``, but the state tensors without torch's casts.

@@ -22,13 +22,13 @@ from muonmesh.clip.squares import (
 from muonmesh.comm.agreement import standing
 from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import host_waits
 from muonmesh.step.runtime import Clip, Runtime
 
 
 def clip_gradients(
-    planned: Planned,
+    planned: StepPlan,
     optimizer: Optimizer | None,
     error: Exception | None,
     limits: Limits,
@@ -107,7 +107,7 @@ def clip_gradients(
     return limits.grad_norms(sums, skip, apart), Clip(skip, fresh, error)
 
 
-def _reduces(planned: Planned, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:
+def _reduces(planned: StepPlan, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:
     """Return whether this rank or another rank may have gradients to measure."""
     # Other ranks of the set, or of the process group, may have AdamW's parameters even if this rank has none.
     if planned.plan.elementwise or process_group is not None:

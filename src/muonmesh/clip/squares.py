@@ -18,7 +18,7 @@ from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.numerics.normalize import sums_of_squares
 from muonmesh.numerics.rules import RULES
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 
 SCALE_INVARIANT, SCALE_SENSITIVE = range(2)
 """Kinds of gradients, as places in the vector of squares, which is fp64. Both come again for each of the source's
@@ -69,7 +69,7 @@ def norms_of(sums: Tensor, number: int = 0) -> dict[str, Tensor]:
 
 
 def add_squares(
-    planned: Planned,
+    planned: StepPlan,
     groups: Sequence[Mapping[str, Any]],
     source: GradientSource,
     measured: set[int],

@@ -14,7 +14,7 @@ from muonmesh.errors import escaped
 from muonmesh.numerics.rules import RULES, rule_of
 from muonmesh.report.traffic import state_bytes_of, traffic
 from muonmesh.settings import GROUP_SETTINGS
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 from muonmesh.table import aligned
 
@@ -172,7 +172,7 @@ def _rate(lr: object) -> str:
     return f"{float(lr):.4g}" if readable else repr(lr)  # type: ignore[arg-type]
 
 
-def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Precision) -> Explanation:
+def explain(groups: Sequence[Mapping[str, Any]], planned: StepPlan, precision: Precision) -> Explanation:
     """Return the explanation of a plan, with bytes in the dtypes of ``precision``."""
     itemsize = precision.compute.itemsize
     plan, rank = planned.plan, planned.rank
@@ -215,7 +215,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: Planned, precision: Pr
     )
 
 
-def _muon_row(group: Mapping[str, Any], of: int, planned: Planned, number: int) -> Row:
+def _muon_row(group: Mapping[str, Any], of: int, planned: StepPlan, number: int) -> Row:
     """Return the row of parameter ``number`` of the plan; ``of`` is the number of its group."""
     parameter, rule = planned.plan.parameters[number], rule_of(group)
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)

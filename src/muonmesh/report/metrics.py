@@ -16,7 +16,7 @@ from muonmesh.comm.storage import local_of, local_shape
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.numerics.kernels.pinned_copies import upload
 from muonmesh.numerics.normalize import sums_of_squares
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import host_waits
 from muonmesh.step.runtime import Runtime
 
@@ -25,7 +25,7 @@ _AGREEMENT = Agreement(*STANDING)
 
 
 def measure(
-    planned: Planned, optimizer: Optimizer | None, error: Exception | None, runtime: Runtime
+    planned: StepPlan, optimizer: Optimizer | None, error: Exception | None, runtime: Runtime
 ) -> dict[str, float] | None:
     """Return the figures of `Muon.metrics`, by one all-reduce of an fp64 vector over the ranks of the exchange.
 
@@ -88,7 +88,7 @@ def measure(
 def _add(
     totals: Tensor,
     names: Sequence[str],
-    planned: Planned,
+    planned: StepPlan,
     optimizer: Optimizer,
     runtime: Runtime,
 ) -> set[tuple[int, str]]:

@@ -18,7 +18,7 @@ from muonmesh.comm.step_callbacks import Batching
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.layout import Plan
 from muonmesh.layout.factored_plan import FactoredPlan
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 
 
@@ -86,7 +86,7 @@ def _carried(plan: Plan, rank: int) -> Carried:
     )
 
 
-def state_bytes_of(planned: Planned, precision: Precision) -> dict[str, tuple[int, int]]:
+def state_bytes_of(planned: StepPlan, precision: Precision) -> dict[str, tuple[int, int]]:
     """Return the bytes of state that this rank keeps for each parameter after the first step, by name.
 
     The two numbers are all bytes, and the bytes that ``state_device`` keeps in CPU memory.

@@ -67,65 +67,65 @@ class Repeatable(NamedTuple):
 
 
 def mark_nonzero(
-    table: PieceTable, gradients: Sequence[Tensor | None], found: Tensor, version: object
+    table: PieceTable, gradients: Sequence[Tensor | None], counts: Tensor, version: object
 ) -> Sequence[Row]:
     """Mark matrices whose gradient is not zero by one launch for each dtype; return the rows that no kernel takes.
 
     Args:
         table: The pieces of all gradients on this rank.
         gradients: The gradients, as the table numbers them.
-        found: int32 (matrices,), written.
+        counts: int32 (matrices,), written.
         version: The same object as long as all gradients are where they were; None if that is unknown.
     """
-    if not is_usable(found.device):
+    if not is_usable(counts.device):
         return table.rows
-    held = [gradients[number] for number in table.parameters]
+    gradients_here = [gradients[number] for number in table.parameters]
     divided: tuple[list[_Launch], list[Row]]
     last, divided = table.derived.get(_NONZERO, (None, ([], [])))
     if version is None or last is not version:
-        forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in held])
+        forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in gradients_here])
         divided = _divided(table, _NONZERO, forms, (), SEARCHED)
         table.derived[_NONZERO] = version, divided
-    launches, left = divided
+    launches, remaining = divided
     for launch in launches:
         launch.pieces.version = version
-        here = [gradient for place in launch.parameters if (gradient := held[place]) is not None]
-        fused.mark_nonzero(launch.pieces, here, found)
-    return left
+        launch_gradients = [gradient for index in launch.parameters if (gradient := gradients_here[index]) is not None]
+        fused.mark_nonzero(launch.pieces, launch_gradients, counts)
+    return remaining
 
 
 def _divided(
-    table: PieceTable, what: str, forms: tuple[_Form | None, ...], buffers: tuple[torch.dtype, ...], *blocks: int
+    table: PieceTable, kernel: str, forms: tuple[_Form | None, ...], buffers: tuple[torch.dtype, ...], *blocks: int
 ) -> tuple[list[_Launch], list[Row]]:
     """Return the launches for a table, and the rows that no launch takes; worked out once for tensors of these forms.
 
     Args:
         table: The table.
-        what: The kernel.
+        kernel: The kernel.
         forms: The form of each parameter of the table; None: no kernel takes it. Rows of one form have a launch.
         buffers: The dtype of the buffers, if there are any.
         blocks: The number of blocks of one program, if it is not the usual one.
     """
 
     def make() -> tuple[list[_Launch], list[Row]]:
-        taken: dict[tuple[_Form, bool], list[Row]] = {}
-        left, launches = list[Row](), list[_Launch]()
+        rows_by_form: dict[tuple[_Form, bool], list[Row]] = {}
+        remaining, launches = list[Row](), list[_Launch]()
         for row in table.rows:
             form, buffered = forms[table.parameters[row.parameter]], row.buffer != NOWHERE
             fits = in_three_dims(row.piece.shape, row.piece.storage_strides, row.strides) is not None
             if form is None or not fits or not {*form[1:], *(buffers if buffered else ())} <= {None, *DTYPES}:
-                left.append(row)
+                remaining.append(row)
             else:
-                taken.setdefault((form, buffered), []).append(row)
-        for ((group, *_), buffered), rows in taken.items():
+                rows_by_form.setdefault((form, buffered), []).append(row)
+        for ((group, *_), buffered), rows in rows_by_form.items():
             places, numbers = table.numbered(rows)
-            pieces = PieceRows([_place(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
+            pieces = PieceRows([_place_of(row, number) for row, number in zip(rows, numbers, strict=True)], *blocks)
             if len(pieces):
                 launches.append(_Launch(group, buffered, places, rows, pieces))
-        return launches, left
+        return launches, remaining
 
-    found: tuple[list[_Launch], list[Row]] = table.once((what, buffers, forms), make)
-    return found
+    result: tuple[list[_Launch], list[Row]] = table.once((kernel, buffers, forms), make)
+    return result
 
 
 class ByKernel:
@@ -139,7 +139,7 @@ class ByKernel:
     """
 
     def __init__(self, ready: ReadyParameters) -> None:
-        self._ready, self._known = ready, dict[object, _Launches]()
+        self._ready, self._launches_by_table = ready, dict[object, _Launches]()
         self.begin()
 
     @staticmethod
@@ -154,44 +154,44 @@ class ByKernel:
         for name in ("active", "_factors"):  # of the step before
             self.__dict__.pop(name, None)
         if self._ready.version is None:
-            self._known.clear()
+            self._launches_by_table.clear()
 
     def fold(self, elements: Elements) -> Sequence[Row]:
         """Fold gradients into momenta and write directions; return the rows that are left."""
-        launches, left = self._launches("fold", elements, self._momentum)
+        launches, remaining = self._launches("fold", elements, self._momentum)
         for launch, entries, momenta in launches:
             rule, buffers = self._muon(launch), elements.buffers if launch.buffered else ()
-            some = launch.pieces, _gradients(entries), momenta, buffers, self.active
-            fused.fold(*some, momentum=rule.momentum, nesterov=rule.nesterov)
-        return left
+            operands = launch.pieces, _gradients(entries), momenta, buffers, self.active
+            fused.fold(*operands, momentum=rule.momentum, nesterov=rule.nesterov)
+        return remaining
 
     def apply(self, elements: Elements) -> Sequence[Row]:
         """Decay and update weights, and return the rows that are left."""
-        launches, left = self._launches("apply", elements, self._weights)
+        launches, remaining = self._launches("apply", elements, self._weights)
         for launch, entries, weights in launches:
             keep, size = self._factors
             if self._ready.squares is not None:
                 self._measure(elements, launch, size, self._ready.squares)
             fused.apply(launch.pieces, weights, _masters(entries), elements.buffers, self.active, keep=keep, size=size)
-        return left
+        return remaining
 
     def located(self, reads: Elements, writes: Elements) -> Repeatable | None:
         """Bring the addresses up to date that the launches for two tables read; None if they may do more or else."""
         folds, unfolded = self._launches("fold", reads, self._momentum)
-        applies, left = self._launches("apply", writes, self._weights)
-        if unfolded or left or not all([launch.buffered for launch, *_ in folds]):
+        applies, remaining = self._launches("apply", writes, self._weights)
+        if unfolded or remaining or not all([launch.buffered for launch, *_ in folds]):
             return None
         beside, facts, written = [self.active, *self._factors], list[object](), list[Tensor]()
         for launch, entries, momenta in folds:
-            rule, place = self._muon(launch), launch.pieces.of(_gradients(entries), momenta, buffers=reads.buffers)
-            beside += place.table, place.bases
-            facts += place.programs, rule.momentum, rule.nesterov
+            rule, located = self._muon(launch), launch.pieces.of(_gradients(entries), momenta, buffers=reads.buffers)
+            beside += located.table, located.bases
+            facts += located.programs, rule.momentum, rule.nesterov
             written += momenta
         for launch, entries, weights in applies:
             masters = _masters(entries)
-            place = launch.pieces.of(weights, masters or weights, buffers=writes.buffers)
-            beside += place.table, place.bases
-            facts.append(place.programs)
+            located = launch.pieces.of(weights, masters or weights, buffers=writes.buffers)
+            beside += located.table, located.bases
+            facts.append(located.programs)
             written += *weights, *masters
         return Repeatable(beside, tuple(facts), written)
 
@@ -213,7 +213,7 @@ class ByKernel:
 
     def _launches(
         self,
-        what: str,
+        kernel: str,
         elements: Elements,
         column: Callable[[ParameterStep], tuple[Tensor, Tensor | None] | None],
     ) -> _Launches:
@@ -222,79 +222,79 @@ class ByKernel:
         While every parameter lasts from step to step, so do its tensors, except for gradients.
 
         Args:
-            what: The kernel.
+            kernel: The kernel.
             elements: The rows with their buffers.
             column: Returns a tensor of a parameter, and one beside it; None: no kernel takes it.
         """
         ready, table = self._ready, elements.table
         # A rule may have changed since the last step, so that the kernel no longer does what it does.
-        key = what, table, *(self._folding if what == "fold" else self._adding)
-        found = self._known.get(key)
-        if found is None:
+        key = kernel, table, *(self._folding if kernel == "fold" else self._adding)
+        result = self._launches_by_table.get(key)
+        if result is None:
             entries = [ready.entries[number] for number in table.parameters]
             pairs = [None if entry is None else column(entry) for entry in entries]
-            taken = [(e, pair) if e and pair else None for e, pair in zip(entries, pairs, strict=True)]
-            forms = tuple([None if one is None else (one[0].member.group, *map(_dtype, one[1])) for one in taken])
-            launches, left = _divided(table, what, forms, tuple({buffer.dtype for buffer in elements.buffers}))
-            found = [], left
+            matches = [(e, pair) if e and pair else None for e, pair in zip(entries, pairs, strict=True)]
+            forms = tuple([None if m is None else (m[0].member.group, *map(_dtype, m[1])) for m in matches])
+            launches, remaining = _divided(table, kernel, forms, tuple({buffer.dtype for buffer in elements.buffers}))
+            result = [], remaining
             for launch in launches:
-                some = [one for place in launch.parameters if (one := taken[place])]
-                found[0].append((launch, [entry for entry, _ in some], [pair[0] for _, pair in some]))
+                matched = [match for index in launch.parameters if (match := matches[index])]
+                result[0].append((launch, [entry for entry, _ in matched], [pair[0] for _, pair in matched]))
             if ready.codec is None:  # else these tensors last no longer than their matrices need them
-                self._known[key] = found
-        for launch, *_ in found[0]:
+                self._launches_by_table[key] = result
+        for launch, *_ in result[0]:
             launch.pieces.version = ready.version
-        return found
+        return result
 
     @cached_property
     def active(self) -> Tensor:
         """For each matrix whether anything is written, bool (n,), on the device; the same memory in every step."""
-        nonzero, known = self._ready.nonzero, self._of_stream
-        if "active" not in known:
-            known["active"] = torch.empty(len(nonzero), dtype=torch.bool, device=self._ready.device)
+        nonzero, vectors = self._ready.nonzero, self._of_stream
+        if "active" not in vectors:
+            vectors["active"] = torch.empty(len(nonzero), dtype=torch.bool, device=self._ready.device)
         rewrite(
-            known["active"],
+            vectors["active"],
             nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool, device="cpu"),
         )
-        active: Tensor = known["active"]
+        active: Tensor = vectors["active"]
         return active
 
     @property
     def _of_stream(self) -> dict[str, Any]:
         """The vectors of this plan on the device, which one stream has written."""
-        device, known = self._ready.device, self._ready.vectors
+        device, vectors = self._ready.device, self._ready.vectors
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if known.get("where", ()) != stream:
-            known.clear()
-            known["where"] = stream
-        return known
+        if vectors.get("where", ()) != stream:
+            vectors.clear()
+            vectors["where"] = stream
+        return vectors
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor]:
         """For each matrix the factors of weights and of updates, fp32 (n,) each; in the same memory in every step."""
-        ready, known = self._ready, self._of_stream
-        if "factors" not in known:
+        ready, vectors = self._ready, self._of_stream
+        if "factors" not in vectors:
             kinds: dict[tuple[int | None, int, int], int] = {}  # most matrices are of few groups and shapes
             places = []
             for assignment in ready.plan.assignments:
                 entry, matrix = ready.entries[assignment.parameter], assignment.matrix
                 kind = None if entry is None else entry.member.group, matrix.rows, matrix.cols
                 places.append(kinds.setdefault(kind, len(kinds)))
-            known.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
-            known["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
+            vectors.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
+            vectors["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
         numbers: tuple[list[float], list[float]] = [], []
-        for group, rows, cols in known["kinds"]:
+        for group, rows, cols in vectors["kinds"]:
             rule, keep, size = ready.rules[group] if group is not None and self._adding[group] else None, 1.0, 0.0
             if rule is not None:
                 keep = 1 - float(rule.lr) * rule.weight_decay
                 size = float(rule.lr) * rule.scale(rows, cols)  # a rule may have a scale of its own
             numbers[0].append(keep)
             numbers[1].append(size)
-        if known.get("numbers") != numbers:
+        if vectors.get("numbers") != numbers:
             factors = upload(numbers, dtype=torch.float64, device=ready.device)
-            known["factors"].copy_(factors[:, known["places"]])
-            known["numbers"] = numbers
-        keep, size = known["factors"]
+            vectors["factors"].copy_(factors[:, vectors["places"]])
+            vectors["numbers"] = numbers
+        keep, size = vectors["factors"]
         return keep, size
 
     def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: dict[int, list[Tensor]]) -> None:
@@ -321,12 +321,12 @@ def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:
     return [master for entry in entries if (master := entry.master) is not None]
 
 
-def _place(row: Row, tensor: int) -> Place:
-    here, there = (row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides)
+def _place_of(row: Row, tensor: int) -> Place:
+    in_storage, in_buffer = (row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides)
     buffer = max(row.buffer, 0)
     if row.buffer == NOWHERE:
-        there = here
-    return Place(tensor, buffer, row.assignment, row.piece.shape, *here, *there)
+        in_buffer = in_storage
+    return Place(tensor, buffer, row.assignment, row.piece.shape, *in_storage, *in_buffer)
 
 
 def _folds_as_muon(rule: Any) -> bool:

@@ -39,7 +39,7 @@ from muonmesh.step.members import (
     unknown_matrix,
 )
 from muonmesh.step.parameters import setup_of
-from muonmesh.step.planning import Batches, Planned, Planner, plan_members, widened
+from muonmesh.step.planning import Batches, Planner, StepPlan, plan_members, widened
 from muonmesh.step.replicas import said_of_copies
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding
@@ -93,7 +93,7 @@ class Facts(NamedTuple):
     averages: Mapping[int, Sums]
 
 
-def plan(groups: Groups, runtime: Runtime) -> Planned:
+def plan(groups: Groups, runtime: Runtime) -> StepPlan:
     """Return the plan of this rank; make a new plan if the groups have changed. No communication.
 
     Raises:
@@ -115,7 +115,7 @@ def placed_members(optimizer: Any) -> list[OptimizedParameter]:
     return plan(optimizer.param_groups, optimizer._runtime).members
 
 
-def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Planned:
+def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> StepPlan:
     """Return the plan with its exchange; if it has none yet, compare plans with the ranks that share parameters.
 
     A rank that cannot make a plan still takes part in the comparison, so that every rank raises an error.
@@ -202,12 +202,12 @@ def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool
 
 
 def _plan_of_all(
-    planned: Planned | None,
+    planned: StepPlan | None,
     error: Exception | None,
     ranks: tuple[int, ...],
     group: dist.ProcessGroup | None,
     planner: Planner,
-) -> Planned:
+) -> StepPlan:
     """Return the plan of all ranks of a connected set, after they have compared theirs; ``error`` is of this rank.
 
     Raises:
@@ -224,7 +224,7 @@ def _plan_of_all(
     return planned
 
 
-def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.ProcessGroup]:
+def _groups_known(planned: StepPlan | None, runtime: Runtime) -> list[dist.ProcessGroup]:
     """Return process groups that may have the ranks of a connected set: of the user, the source and meshes."""
     members = [] if planned is None else planned.members
     candidates = dict.fromkeys([runtime.holders, *(runtime.source.group(member.tensor) for member in members)])
@@ -232,7 +232,7 @@ def _groups_known(planned: Planned | None, runtime: Runtime) -> list[dist.Proces
     return [group for group in candidates if isinstance(group, dist.ProcessGroup)] + meshes
 
 
-def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> Planned | None:
+def outdated(groups: Groups, runtime: Runtime, settings: StepSettings) -> StepPlan | None:
     """Return the plan of the last step if this rank can no longer follow it; None if it can, or if there is no plan.
 
     The other ranks may not know yet that this rank has changed. The source brings the gradients of this step, for which
@@ -262,7 +262,7 @@ def forget(runtime: Runtime) -> None:
 
 def _read(
     groups: Groups, runtime: Runtime, copies: Copies | None = None
-) -> tuple[Planned | None, list[tuple[int, ...]], Exception | None]:
+) -> tuple[StepPlan | None, list[tuple[int, ...]], Exception | None]:
     """Return the plan, the sets of ranks that share a parameter, and the first error; no plan if there is an error.
 
     A new plan is made if the groups have changed, or if the ranks have just found copies of parameters.

@@ -43,8 +43,8 @@ def step_elementwise(
     if offload is None:
         _step(entries, rule, flags, squares_by_group)
         return
-    for some, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
-        lent = [replace(entry, state=state) for entry, state in zip(entries[some], states, strict=True)]
+    for portion, states in offload.portions([entry.state for entry in entries], (*rule.keeps(), "master")):
+        lent = [replace(entry, state=state) for entry, state in zip(entries[portion], states, strict=True)]
         _step(lent, rule, flags, squares_by_group)
 
 
@@ -65,34 +65,34 @@ def _step(
     for entry in entries:
         if entry.present is not False and "master" in entry.state:
             parts.follow(real_of(local_of(entry.state["master"])), real_of(entry.local))
-    known = [entry for entry in entries if entry.present is True]
-    together = [[entry] for entry in known] if rounds else [known]  # copies of one parameter at a time
-    for some in filter(None, [*together, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
-        absent = ~some[0].present if isinstance(some[0].present, Tensor) else None
-        stored = [_stored(entry, rule) for entry in some]
-        used = [{key: _widened(tensor) if rounds else tensor for key, tensor in held.items()} for held in stored]
+    present = [entry for entry in entries if entry.present is True]
+    batches = [[entry] for entry in present] if rounds else [present]  # copies of one parameter at a time
+    for batch in filter(None, [*batches, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
+        absent = ~batch[0].present if isinstance(batch[0].present, Tensor) else None
+        stored = [_stored(entry, rule) for entry in batch]
+        used = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
         squares = rule.step(
-            [held[""] for held in used],
+            [state[""] for state in used],
             [
-                torch.zeros_like(held[""]) if entry.gradient is None else real_of(entry.gradient).to(held[""].dtype)
-                for entry, held in zip(some, used, strict=True)
+                torch.zeros_like(state[""]) if entry.gradient is None else real_of(entry.gradient).to(state[""].dtype)
+                for entry, state in zip(batch, used, strict=True)
             ],
-            {key: [held[key] for held in used] for key in rule.keeps()},
-            [entry.state[COUNT] for entry in some],
+            {key: [state[key] for state in used] for key in rule.keeps()},
+            [entry.state[COUNT] for entry in batch],
             stop=flags.stop if absent is None or flags.stop is None else flags.stop | absent,
             measured=squares_by_group is not None,
         )
-        for entry, square in zip(some, squares, strict=False):
+        for entry, square in zip(batch, squares, strict=False):
             assert squares_by_group is not None
             squares_by_group.setdefault(entry.member.group, []).append(square / entry.member.storage.copies)
-        for entry, before, after in zip(some, stored, used, strict=True):
+        for entry, before, after in zip(batch, stored, used, strict=True):
             _write(entry, rule, before, after)
 
 
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     """Return the tensor to step under the key "" (the master weights if there are any), and the rule's state by key."""
-    kept = {key: local_of(entry.state[key]) for key in rule.keeps()}
-    stored = {"": local_of(entry.state.get("master", entry.member.tensor)), **kept}
+    state = {key: local_of(entry.state[key]) for key in rule.keeps()}
+    stored = {"": local_of(entry.state.get("master", entry.member.tensor)), **state}
     return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
 
 

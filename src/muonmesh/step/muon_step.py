@@ -29,7 +29,7 @@ from muonmesh.step.int8_momentum import Int8Codec
 from muonmesh.step.offload import DeviceCopies, Offload
 from muonmesh.step.parameter_steps import ROUNDED, WEIGHTS, Kind, MatrixStep, Views
 from muonmesh.step.parameters import ReadyParameters
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.stored_factored import RuleSums, StoredFactored
 
 SMALL = 1 << 14
@@ -57,6 +57,9 @@ joined from several. Returns False if nothing was done, because tensors of sever
 class MuonStep(StepCallbacks):
     """The step of Muon's parameters: reads, computes and writes for the exchange (`StepCallbacks`).
 
+    Each step `ReadyParameters.begin` is called first, then `begin`, and then `Exchange.run`, which makes the calls that
+    `StepCallbacks` lists; `ReadyParameters.finish` ends the step. Every rank of the plan makes all of these calls.
+
     Pieces are views of the local storage, read as a contiguous array. If a storage is not contiguous, the step works on
     a contiguous copy.
 
@@ -74,7 +77,7 @@ class MuonStep(StepCallbacks):
     factored_states: StoredFactored
     summands: RuleSums
 
-    def __init__(self, planned: Planned, ready: ReadyParameters, offload: Offload | None = None) -> None:
+    def __init__(self, planned: StepPlan, ready: ReadyParameters, offload: Offload | None = None) -> None:
         if ready.precision.int8:
             ready.codec = Int8Codec(planned.blocks, ready.find)
         elif offload is not None:
@@ -84,7 +87,7 @@ class MuonStep(StepCallbacks):
         self._recordings: dict[Hashable, Any] = {}
         self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
-        self._known: dict[tuple[int, object], Views] = {}
+        self._row_views: dict[tuple[int, object], Views] = {}
 
     def begin(self, elementwise: Sequence[Callable[[], None]]) -> None:
         """Begin a step of parameters that are ready.
@@ -125,19 +128,24 @@ class MuonStep(StepCallbacks):
             run(*memory)
             return
         facts = ready.version, ready.rules, kernels.active
-        now = [*map(id, facts), *map(Tensor.data_ptr, memory)]
-        last, place, kind, _ = self._places.get(batch, ([], None, None, ()))
-        if last != now:
-            place, kind = None, ready.of(batch.assignments[0]).kind
+        ids = [*map(id, facts), *map(Tensor.data_ptr, memory)]
+        last, located, kind, _ = self._places.get(batch, ([], None, None, ()))
+        if last != ids:
+            located, kind = None, ready.of(batch.assignments[0]).kind
             if _only_orthogonalizes(kind):
-                place = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
-            self._places[batch] = now, place, kind, facts  # which stay alive, so that nothing else takes their identity
-        if place is None or kind is None:
+                located = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
+            self._places[batch] = (
+                ids,
+                located,
+                kind,
+                facts,
+            )  # which stay alive, so that nothing else takes their identity
+        if located is None or kind is None:
             run(*memory)
         else:
             with kind.orthogonalizer.exactly():
-                run_again(self._recordings, run, memory, (batch, place.facts), place.beside)
-            torch.autograd.graph.increment_version(place.written)
+                run_again(self._recordings, run, memory, (batch, located.facts), located.beside)
+            torch.autograd.graph.increment_version(located.written)
 
     def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
@@ -155,12 +163,12 @@ class MuonStep(StepCallbacks):
             for number, direction, matrix in zip(matrices, _one_by_one(batch), _one_by_one(out), strict=True):
                 self._change(number, "whole", matrix, direction=direction if rule.sees_direction else None)
 
-    def _change(self, number: int, part: str, matrix: Tensor, **seen: Any) -> None:
+    def _change(self, number: int, part: str, matrix: Tensor, **extra: Any) -> None:
         """Let a part of the rule of a matrix change it whole, together with its state by row, column or matrix."""
-        one = self.ready.of(number)
-        with self.factored_states.of(one) as state:
-            rows, cols = one.matrix.rows, one.matrix.cols
-            parts.change_whole(getattr(one.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **seen)
+        step = self.ready.of(number)
+        with self.factored_states.of(step) as state:
+            rows, cols = step.matrix.rows, step.matrix.cols
+            parts.change_whole(getattr(step.rule_in_turn, part), matrix, state, rows=rows, cols=cols, **extra)
 
     def finalize(self, elements: Elements) -> None:
         """Decay and update the elements of a table, unless their matrix stays unchanged."""
@@ -227,10 +235,10 @@ class MuonStep(StepCallbacks):
 
     def _views(self, row: Row, step: MatrixStep, read: Callable[[MatrixStep, Piece], Views]) -> Views:
         """Return what ``read`` returns of a row, and keep it as long as its tensors last."""
-        if (views := self._known.get((id(row), read))) is None:
+        if (views := self._row_views.get((id(row), read))) is None:
             views = read(step, row.piece)
             if self.ready.codec is None and views.write is None:
-                self._known[id(row), read] = views
+                self._row_views[id(row), read] = views
         return views
 
     def _apply(self, rows: Sequence[Row], update: Tensor | None, steps: Sequence[MatrixStep]) -> bool:
@@ -245,7 +253,7 @@ class MuonStep(StepCallbacks):
             return False
         copies, originals = columns
         state = {**copies}
-        sums, told = self.summands.sums_of(rows[0].assignment) if first.kind.sums else ((), None)
+        sums, numbers = self.summands.sums_of(rows[0].assignment) if first.kind.sums else ((), None)
         squares: list[Tensor] | None = None if self.ready.squares is None else []
         parts.apply(
             *(first.kind.rule, state.pop(WEIGHTS), update),
@@ -254,7 +262,7 @@ class MuonStep(StepCallbacks):
             scale=first.kind.scale,
             active=first.mask,
             sums=sums,
-            matrix_state=told,
+            matrix_state=numbers,
             squares=squares,
         )
         for key, views in originals.items():
@@ -292,9 +300,9 @@ class Profiled:
         if name not in NAMES:
             return part
 
-        def named(*given: Any) -> Any:
+        def named(*arguments: Any) -> Any:
             with record_function(f"muonmesh: {NAMES[name]}"):
-                return part(*given)
+                return part(*arguments)
 
         return named
 
@@ -325,20 +333,20 @@ class Run(NamedTuple):
 
 def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
     """Return rows in their order, with those that may be taken together in one run."""
-    found, last, numel = list[list[Row]](), None, 0
+    rows_of_runs, last, numel = list[list[Row]](), None, 0
     for row in rows:
-        shape, one = row.piece.shape, ready.find(row.assignment)
+        shape, step = row.piece.shape, ready.find(row.assignment)
         small = row.piece.numel <= SMALL and row.piece.storage_strides == row_major(shape) and row.buffer != NOWHERE
         form = None
-        if small and one is not None:  # of one scale
-            form = shape, row.strides, row.buffer, one.entry.member.group, one.matrix.rows, one.matrix.cols
+        if small and step is not None:  # of one scale
+            form = shape, row.strides, row.buffer, step.entry.member.group, step.matrix.rows, step.matrix.cols
         numel += row.piece.numel
-        if form is not None and form == last and numel <= _MOST and _follows(row, found[-1]):
-            found[-1].append(row)
+        if form is not None and form == last and numel <= _MOST and _follows(row, rows_of_runs[-1]):
+            rows_of_runs[-1].append(row)
         else:
-            found.append([row])
+            rows_of_runs.append([row])
             last, numel = form, row.piece.numel
-    return [Run(tuple(some), evenly(some)) for some in found]
+    return [Run(tuple(rows_together), evenly(rows_together)) for rows_together in rows_of_runs]
 
 
 def _follows(row: Row, run: Sequence[Row]) -> bool:

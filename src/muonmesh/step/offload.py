@@ -18,7 +18,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.layout.piece_table import PieceTable
 from muonmesh.numerics.kernels.threads import keep
 from muonmesh.step.parameter_steps import ParameterStep, StateCodec
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 
 
 @dataclass
@@ -164,7 +164,7 @@ class DeviceCopies(StateCodec):
         entries: The parameters in the order of the plan; None for a parameter that only other ranks hold.
     """
 
-    def __init__(self, offload: Offload, planned: Planned, entries: Sequence[ParameterStep | None]) -> None:
+    def __init__(self, offload: Offload, planned: StepPlan, entries: Sequence[ParameterStep | None]) -> None:
         self._lock = Lock()  # a CPU that is told to work in copies has threads
         self._offload, self._plan, self._entries = offload, planned.plan, entries
         self._copies: dict[Tensor, DeviceCopy] = {}

@@ -286,7 +286,17 @@ class MatrixStep:
 
 
 class StateCodec:
-    """How a step reads and writes state that is kept otherwise than it is computed with."""
+    """How a step reads and writes state that is kept otherwise than it is computed with.
+
+    A step makes these calls, all but `begin` for what this rank stores:
+
+    1. `bind` for each parameter, and then `begin` once, on every rank.
+    2. For each table of gradients `arrive`, `fold` and, when directions are written, `have_read`.
+    3. For each table of updates `have_written`, when weights are written.
+    4. `finish` once.
+
+    On a CPU, the calls of 2 and 3 may come from several threads at a time.
+    """
 
     def bind(self, entry: ParameterStep) -> None:
         """Let a parameter step with its state, if that can be done before the step begins."""

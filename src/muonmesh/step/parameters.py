@@ -35,7 +35,7 @@ from muonmesh.step.parameter_steps import (
     check_parameter,
     prepare_state,
 )
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import Precision
 
@@ -72,8 +72,8 @@ class Snapshot:
 
     def is_current(self, state: Mapping[Tensor, Any]) -> bool:
         """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
-        contents, known = self._contents_of(state), self._contents
-        if len(contents) != len(known) or not all(map(is_, contents, known)):
+        contents, expected = self._contents_of(state), self._contents
+        if len(contents) != len(expected) or not all(map(is_, contents, expected)):
             return False
         return self._places_of(self._tensors)[1:] == (self._addresses, self._forms)
 
@@ -131,7 +131,7 @@ class Collected(NamedTuple):
         missing: The parameters without a gradient, by name.
         entries: All of these parameters, each once, Muon's first.
         gradients: The gradient of each.
-        seen: The snapshot by which this step was found to be steady; None in other steps.
+        snapshot: The snapshot by which this step was found to be steady; None in other steps.
         work: The work of the last step (`muon_step.MuonStep`), with which a steady step goes on.
     """
 
@@ -142,7 +142,7 @@ class Collected(NamedTuple):
     missing: dict[str, Tensor]
     entries: list[ParameterStep]
     gradients: list[Tensor | None]
-    seen: Snapshot | None = None
+    snapshot: Snapshot | None = None
     work: Any = None
 
     @property
@@ -174,11 +174,11 @@ def steady(optimizer: Optimizer, runtime: Runtime, settings: StepSettings, scale
         refuse_join(runtime.ranks.wrappers)
     planned = runtime.connected
     last: Collected | None = planned.collected
-    if last is None or last.seen is None or runtime.source is not PARAMETER_GRAD:
+    if last is None or last.snapshot is None or runtime.source is not PARAMETER_GRAD:
         return None
     if planned.signature.setup != setup_of(runtime) or planned.signature.terms != settings.terms:
         return None
-    if not last.seen.is_current(optimizer.state) or (gradients := last.seen.gradients()) is None:
+    if not last.snapshot.is_current(optimizer.state) or (gradients := last.snapshot.gradients()) is None:
         return None
     last.gradients[:] = gradients
     return last
@@ -190,7 +190,7 @@ def setup_of(runtime: Runtime) -> object:
     return runtime.process_group, [*layouts], [*map(id, layouts.values())], id(runtime.source)
 
 
-def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
+def collect(planned: StepPlan, optimizer: Optimizer, runtime: Runtime, loss_scale: Tensor | None) -> Collected:
     """Read the gradient of every parameter, and check its state unless all state is where the last step left it.
 
     Args:
@@ -203,12 +203,12 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     entries, gradients = dict[int, ParameterStep](), list[Tensor | None]()
     missing: dict[str, Tensor] = {}
     state = optimizer.state
-    checked = planned.seen is not None and planned.seen.is_current(state)
+    checked = planned.snapshot is not None and planned.snapshot.is_current(state)
 
     def entry_of(member: OptimizedParameter) -> ParameterStep:
         nonlocal error
-        if (known := entries.get(id(member))) is not None:
-            return known
+        if (entry_before := entries.get(id(member))) is not None:
+            return entry_before
         tensor, gradient = member.tensor, None
         try:
             gradient = gradient_of(member.name, tensor, runtime.source)
@@ -216,31 +216,31 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
                 gradient = unscaled(gradient, loss_scale)
             if gradient is not None and (type(gradient) is Tensor or not any(partial_axes(gradient))):
                 gradient = gradient.contiguous()
-        except Exception as found:  # whatever a source raises, or a lack of memory: the other ranks wait for this rank
-            error = error or found
+        except Exception as wrong:  # whatever a source raises, or a lack of memory: the other ranks wait for this rank
+            error = error or wrong
         if gradient is None:
             missing[member.name] = tensor
-        kept: object = state.setdefault(tensor, {})
-        if not isinstance(kept, dict):
-            said = f"a {type(kept).__name__} as its state"  # its text may be that of a tensor whose memory is freed
+        stored: object = state.setdefault(tensor, {})
+        if not isinstance(stored, dict):
+            text = f"a {type(stored).__name__} as its state"  # its text may be that of a tensor whose memory is freed
             write = "Write del optimizer.state[parameter] to begin with fresh state"
-            error, kept = error or StateError(explain_error(member.name, said, "a dict", write)), {}
-        key = id(member), "master" in kept
+            error, stored = error or StateError(explain_error(member.name, text, "a dict", write)), {}
+        key = id(member), "master" in stored
         if (forms := planned.state_forms.get(key)) is None:
-            forms = planned.state_forms[key] = member.forms(runtime.precision, master="master" in kept)
+            forms = planned.state_forms[key] = member.forms(runtime.precision, master="master" in stored)
         gradients.append(gradient)
-        place = gradients, len(gradients) - 1
-        entry = ParameterStep(member, local_of(tensor), kept, *place, forms, present=gradient is not None)
+        holder = gradients, len(gradients) - 1
+        entry = ParameterStep(member, local_of(tensor), stored, *holder, forms, present=gradient is not None)
         entries[id(member)] = entry
         if checked:
-            entry.in_form = all([form.key in kept for form in forms])
+            entry.in_form = all([form.key in stored for form in forms])
             return entry
         try:
             check_parameter(entry)
             if member.is_matrix and runtime.precision.int8:
                 planned.blocks.check(runtime.last.blocks, member.name, tensor, entry.state)
-        except (LayoutError, StateError, TypeError) as found:
-            error = error or found
+        except (LayoutError, StateError, TypeError) as wrong:
+            error = error or wrong
         return entry
 
     muon = [None if member is None else entry_of(member) for member in planned.muon]
@@ -249,13 +249,13 @@ def collect(planned: Planned, optimizer: Optimizer, runtime: Runtime, loss_scale
     for members in filter(None, planned.adamw):
         tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
         if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
-            found, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
-            error = error or LayoutError(explain_error(members[0].name, found, needed, "Write fully_shard(model)"))
+            problem, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
+            error = error or LayoutError(explain_error(members[0].name, problem, needed, "Write fully_shard(model)"))
         adamw.append([entry_of(member) for member in tensors.values()])
     return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 
-def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any], work: Any) -> None:
+def remember(planned: StepPlan, collected: Collected, state: Mapping[Tensor, Any], work: Any) -> None:
     """At the end of a step, note what the next step may use again: all of it, or that weights and state are checked.
 
     Args:
@@ -266,12 +266,12 @@ def remember(planned: Planned, collected: Collected, state: Mapping[Tensor, Any]
     """
     entries, stepped = collected.entries, sum(map(len, collected.adamw))
     states = [entry.state for entry in entries]
-    seen = None
+    snapshot = None
     if all([isinstance(value, Tensor) for state in states for value in state.values()]):
-        seen = Snapshot([entry.member.tensor for entry in entries], states, state)
-    own = work.ready.lasts and stepped == sum(map(len, planned.adamw))  # each has its own tensor
-    lasts = own and seen is not None and not collected.missing and all([entry.created for entry in entries])
-    planned.seen, planned.collected = seen, collected._replace(seen=seen, work=work) if lasts else None
+        snapshot = Snapshot([entry.member.tensor for entry in entries], states, state)
+    distinct = work.ready.lasts and stepped == sum(map(len, planned.adamw))  # each has its own tensor
+    lasts = distinct and snapshot is not None and not collected.missing and all([entry.created for entry in entries])
+    planned.snapshot, planned.collected = snapshot, collected._replace(snapshot=snapshot, work=work) if lasts else None
 
 
 class ReadyParameters:
@@ -285,12 +285,12 @@ class ReadyParameters:
     Attributes:
         plan: The plan with the owner of each matrix.
         device: The device of the parameters.
-        vectors: See `Planned`.
+        vectors: See `StepPlan`.
         rules, nonzero, squares, version: See `begin`.
         codec: Reads and writes state that is kept otherwise than it is computed with; None if there is no such state.
     """
 
-    def __init__(self, planned: Planned, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
+    def __init__(self, planned: StepPlan, entries: Sequence[ParameterStep | None], precision: Precision) -> None:
         self.plan, self.device = planned.plan, planned.device
         self.vectors = planned.vectors
         self.entries, self.precision, self._orthogonalizers = entries, precision, planned.orthogonalizers
@@ -300,7 +300,7 @@ class ReadyParameters:
         self.nonzero: Sequence[bool] | Tensor = ()
         self.squares: dict[int, list[Tensor]] | None = None
         self.version: object = None
-        self._known: dict[int, MatrixStep] = {}
+        self._matrix_steps: dict[int, MatrixStep] = {}
         self._kinds: dict[tuple[int, int, int], Kind] = {}
 
     # ---------------------------------------------------------------- before and after the step
@@ -325,7 +325,7 @@ class ReadyParameters:
         """
         on_device = isinstance(flags.nonzero, Tensor) or isinstance(self.nonzero, Tensor)
         if on_device or rules is not self.rules or flags.nonzero != self.nonzero:
-            self._known.clear()
+            self._matrix_steps.clear()
             self._kinds.clear()
         self.rules, self.nonzero, self.squares, self.version = rules, flags.nonzero, squares, version
         for entry in self._fresh:
@@ -373,16 +373,16 @@ class ReadyParameters:
 
     def of(self, number: int) -> MatrixStep:
         """Return a matrix of which this rank stores something."""
-        if (known := self._known.get(number)) is not None:
-            return known
+        if (matrix_step := self._matrix_steps.get(number)) is not None:
+            return matrix_step
         assignment, nonzero = self.plan.assignments[number], self.nonzero[number]
         entry, matrix = self.entries[assignment.parameter], assignment.matrix
         assert entry is not None
-        place = entry.member.group, matrix.rows, matrix.cols
-        if (kind := self._kinds.get(place)) is None:
+        key = entry.member.group, matrix.rows, matrix.cols
+        if (kind := self._kinds.get(key)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
             kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], matrix)
-            self._kinds[place] = kind
-        self._known[number] = MatrixStep(number, matrix, entry, kind, nonzero)
-        return self._known[number]
+            self._kinds[key] = kind
+        self._matrix_steps[number] = MatrixStep(number, matrix, entry, kind, nonzero)
+        return self._matrix_steps[number]

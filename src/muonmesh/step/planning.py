@@ -49,7 +49,7 @@ Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 
 
 @dataclass
-class Planned:
+class StepPlan:
     """The plan of an optimizer, with the facts about its parameters; valid while their signature stays the same.
 
     This object keeps the parameters alive, so that a new one cannot take an old one's identity.
@@ -69,8 +69,8 @@ class Planned:
         connected: Whether the ranks have compared their plans.
         exchange: The exchange that runs the plan; set when they have.
         vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
-        seen: The parameters of the last step with their state, which it has left in the forms in which steps use them
-            (`parameters.Snapshot`).
+        snapshot: The parameters of the last step with their state, which it has left in the forms in which steps use
+            them (`parameters.Snapshot`).
         collected: The parameters of the last step, if the next step may use all of them again (`parameters.Collected`).
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`OptimizedParameter.forms`).
@@ -87,14 +87,14 @@ class Planned:
     connected: bool = False
     exchange: Exchange = field(init=False)
     vectors: dict[str, Any] = field(default_factory=dict)
-    seen: Any = None
+    snapshot: Any = None
     collected: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
     _names: list[str] | None = field(default=None, init=False)
 
     def forget_steps(self) -> None:
         """Forget what the last step has found of the parameters. It holds their state."""
-        self.seen = self.collected = None
+        self.snapshot = self.collected = None
 
     def orthogonalizer(self, number: int) -> Orthogonalizer:
         """Return the orthogonalizer of a matrix of which this rank stores something."""
@@ -132,13 +132,13 @@ class Planned:
         the numbers of these groups on this rank, each once, and a digest of group and dtype of each parameter. There
         are no groups if this rank does not belong to the set.
         """
-        everyone, found = (*self.muon, *self.elementwise), []
+        everyone, terms = (*self.muon, *self.elementwise), []
         for numbers in self.flag_vector.shared:
             members = [member for number in numbers if (member := everyone[number]) is not None]
             groups = tuple(dict.fromkeys(member.group for member in members))
             fixed = [(groups.index(member.group), str(local_of(member.tensor).dtype)) for member in members]
-            found.append((groups, hashlib.sha256(str(fixed).encode()).hexdigest()))
-        return found
+            terms.append((groups, hashlib.sha256(str(fixed).encode()).hexdigest()))
+        return terms
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -153,28 +153,28 @@ class Planned:
     @cached_property
     def gradient_table(self) -> PieceTable:
         """The pieces of each Matrix whose gradient this rank has, in no buffer; its own parameters have the numbers."""
-        there = any(member is not None and member.at_momentum for member in self.muon)
+        at_momentum = any(member is not None and member.at_momentum for member in self.muon)
         places = {
-            number: place for place, number in enumerate(n for n, member in enumerate(self.muon) if member is not None)
+            number: index for index, number in enumerate(n for n, member in enumerate(self.muon) if member is not None)
         }
         rows = []
         for number, assignment in enumerate(self.plan.assignments):
-            if (place := places.get(assignment.parameter)) is not None:
-                for row in self.plan.rows(number, self.rank, gather=there):
-                    rows.append(replace(row.in_matrix(NOWHERE, 0), parameter=place))
+            if (index := places.get(assignment.parameter)) is not None:
+                for row in self.plan.rows(number, self.rank, gather=at_momentum):
+                    rows.append(replace(row.in_matrix(NOWHERE, 0), parameter=index))
         return PieceTable(tuple(rows))
 
     @property
     def members(self) -> list[OptimizedParameter]:
         """All parameters of this rank, Muon's parameters first."""
-        return [member for member in self.muon if member is not None] + [m for some in self.adamw for m in some]
+        return [member for member in self.muon if member is not None] + [m for members in self.adamw for m in members]
 
 
 @dataclass(frozen=True)
 class Batches(Batching):
     """How many matrices of a plan are computed together on this rank, which owns them.
 
-    It does not hold the `Planned`, which holds the exchange, which holds this: a cycle would keep memory of the device
+    It does not hold the `StepPlan`, which holds the exchange, which holds this: a cycle would keep memory of the device
     until Python looks for cycles.
 
     Attributes:
@@ -191,15 +191,15 @@ class Batches(Batching):
 
     def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together."""
-        plan, one = self.plan, self.orthogonalizers[number]
+        plan, orthogonalizer = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
         if self.device.type == "cpu":
             threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
             # Tasks of each thread, so that all threads have equally many.
-            turns = -(-count // (threads * one.products.batch_limit))
+            turns = -(-count // (threads * orthogonalizer.products.batch_limit))
             return max(1, -(-count // (threads * turns)))
-        found = plan.batch_size(number, one.squares)
-        return min(found, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else found
+        size = plan.batch_size(number, orthogonalizer.squares)
+        return min(size, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else size
 
     def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
         """Return what is equal for matrices that one task may compute, if their settings are."""
@@ -212,7 +212,7 @@ def plan_members(
     signature: object,
     precision: Precision,
     planner: Planner,
-) -> Planned:
+) -> StepPlan:
     """Make the plan of this rank's parameters.
 
     Raises:
@@ -222,8 +222,8 @@ def plan_members(
     muon = tuple(member for member in members if member.is_matrix)
     devices = {member.tensor.device for member in muon}
     if len(devices) > 1:
-        found, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
-        raise LayoutError(explain_error("the groups", found, "one device per process", write))
+        problem, write = f"Muon parameters on {sorted(map(str, devices))}", "Give each device an optimizer of its own"
+        raise LayoutError(explain_error("the groups", problem, "one device per process", write))
     elementwise = tuple(m for m in members if not m.is_matrix and m.storage.layout is not None)
     orthogonalizers: Orthogonalizers = {}
     parameters = [_parameter(groups[member.group], member, precision, orthogonalizers) for member in muon]
@@ -238,10 +238,10 @@ def plan_members(
     adamw = tuple(tuple(m for m in members if m.group == n and not m.is_matrix) for n in range(len(groups)))
     if muon:
         check_kernels(precision.kernels, device=device, dtype=precision.compute)
-    return Planned(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
+    return StepPlan(signature, with_owners(plan, muon), elementwise, adamw, plan, this_rank(), device, orthogonalizers)
 
 
-def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> Planned:
+def widened(planned: StepPlan, views: Sequence[View], ranks: Sequence[int], planner: Planner) -> StepPlan:
     """Return the plan of a connected set whose ranks hold different parameters.
 
     Args:
@@ -254,17 +254,18 @@ def widened(planned: Planned, views: Sequence[View], ranks: Sequence[int], plann
         PlanError: a rank lacks a parameter that it holds according to another rank, or describes it differently.
     """
     parameters, elementwise = merged(views, ranks)
-    mine = {
+    own_members = {
         (member.name, member.storage.layout.ranks): member
         for member in (*planned.muon, *planned.elementwise)
         if member is not None and member.storage.layout is not None
     }
     plan = planner(parameters, host=planned.device.type == "cpu", ranks=ranks, elementwise=elementwise)
 
-    def own(parameter: Parameter | Elementwise) -> OptimizedParameter | None:
-        return mine.get((parameter.name, parameter.target.ranks)) if planned.rank in parameter.target.ranks else None
+    def member_of(parameter: Parameter | Elementwise) -> OptimizedParameter | None:
+        ranks = parameter.target.ranks
+        return own_members.get((parameter.name, ranks)) if planned.rank in ranks else None
 
-    muon, rest = with_owners(plan, list(map(own, parameters))), tuple(map(own, elementwise))
+    muon, rest = with_owners(plan, list(map(member_of, parameters))), tuple(map(member_of, elementwise))
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
@@ -291,15 +292,15 @@ def _parameter(
                 kernels=precision.kernels,
                 device=device,
             )
-        own = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
+        iteration_flops = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.
-        flops[shape] = rule.flops(*shape) + (own if rule.orthogonalizes else 2 * math.prod(shape))
+        flops[shape] = rule.flops(*shape) + (iteration_flops if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # other kernels round differently
         settings = f"{settings}, kernels {told_products(precision.kernels, device=device, dtype=precision.compute)}"
-    each = tuple(flops[matrix.shape] for matrix in matrices)
+    flops_by_matrix = tuple(flops[matrix.shape] for matrix in matrices)
     if rule.overrides("balance", "whole") or not rule.orthogonalizes:
         settings = f"{settings}, {group['algorithm']}"
     factored_states = tuple(
@@ -310,7 +311,7 @@ def _parameter(
         member.momentum_storage.layout,
         member.storage.layout,
         matrices,
-        each,
+        flops_by_matrix,
         settings,
         factored_states,
         rule.count_of_sums(),
@@ -329,18 +330,18 @@ def with_state_layouts(
     Raises:
         ValueError: a parameter does not split as its group says.
     """
-    sharing, found = defaultdict[int, list[OptimizedParameter]](list), dict[int, dict[str, StateLayout]]()
+    sharing, layouts_by_member = defaultdict[int, list[OptimizedParameter]](list), dict[int, dict[str, StateLayout]]()
     for member in members:
         sharing[id(member.tensor)].append(member)
-    for together in sharing.values():
-        keeps = rule_of(groups[together[0].group]).keeps()
-        for member, state_layouts in zip(together, state_layouts_of(keeps, together), strict=True):
-            found[id(member)] = state_layouts
-    return [replace(member, state_layouts=found[id(member)]) for member in members]
+    for sharing_tensor in sharing.values():
+        keeps = rule_of(groups[sharing_tensor[0].group]).keeps()
+        for member, state_layouts in zip(sharing_tensor, state_layouts_of(keeps, sharing_tensor), strict=True):
+            layouts_by_member[id(member)] = state_layouts
+    return [replace(member, state_layouts=layouts_by_member[id(member)]) for member in members]
 
 
 def state_layouts_of(
-    keeps: Mapping[str, KeptAs] | Sequence[str], together: Sequence[OptimizedParameter]
+    keeps: Mapping[str, KeptAs] | Sequence[str], members: Sequence[OptimizedParameter]
 ) -> list[dict[str, StateLayout]]:
     """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
 
@@ -349,37 +350,37 @@ def state_layouts_of(
 
     Args:
         keeps: See `Rule.keeps`; the names alone of what an elementwise rule keeps.
-        together: The parameters, in the order of the tensor.
+        members: The parameters, in the order of the tensor.
 
     Raises:
         ValueError: a parameter does not split as its group says.
     """
     if not isinstance(keeps, Mapping):
-        layouts = [StateLayout("weights", member.storage, dtype=member.tensor.dtype) for member in together]
+        layouts = [StateLayout("weights", member.storage, dtype=member.tensor.dtype) for member in members]
         return [dict.fromkeys(keeps, layout) for layout in layouts]
-    found: list[dict[str, StateLayout]] = [{} for _ in together]
-    for key, kept in keeps.items():
-        if kept == "momentum" or kept == "weights":
-            for member, state_layouts in zip(together, found, strict=True):
+    layouts_of_members: list[dict[str, StateLayout]] = [{} for _ in members]
+    for key, kind in keeps.items():
+        if kind == "momentum" or kind == "weights":
+            for member, state_layouts in zip(members, layouts_of_members, strict=True):
                 state_layouts[key] = StateLayout(
-                    kept, member.momentum_storage if kept == "momentum" else member.storage
+                    kind, member.momentum_storage if kind == "momentum" else member.storage
                 )
             continue
-        made = [factored_matrices(member.name, member.storage.shape, member.spec, kept) for member in together]
+        forms = [factored_matrices(member.name, member.storage.shape, member.spec, kind) for member in members]
         buffers = dict[str, tuple[FlatShards, tuple[int, ...]]]()
-        for member, (shape, _) in zip(together, made, strict=True):
+        for member, (shape, _) in zip(members, forms, strict=True):
             if isinstance(layout := member.momentum_storage.layout, FlatShards):
                 buffers[member.name] = layout, shape
         flat = factored_in_buffers(buffers)
-        for member, (shape, matrices), state_layouts in zip(together, made, found, strict=True):
-            layout, place = member.momentum_storage.layout, cast(Layout, flat.get(member.name))
-            if "×" in kept:  # the owners keep this state; they are known when there is a plan
-                place = MeshLayout.replicated(shape, (0,))
+        for member, (shape, matrices), state_layouts in zip(members, forms, layouts_of_members, strict=True):
+            layout, target = member.momentum_storage.layout, cast(Layout, flat.get(member.name))
+            if "×" in kind:  # the owners keep this state; they are known when there is a plan
+                target = MeshLayout.replicated(shape, (0,))
             elif isinstance(layout, MeshLayout):
-                place = replace(layout, shape=shape)  # placed alike on the same mesh
-            storage = Storage(place, place.shape) if "×" in kept else member.momentum_storage.factored(place)
-            state_layouts[key] = StateLayout(kept, storage, FactoredState(key, kept, place, matrices))
-    return found
+                target = replace(layout, shape=shape)  # placed alike on the same mesh
+            storage = Storage(target, target.shape) if "×" in kind else member.momentum_storage.factored(target)
+            state_layouts[key] = StateLayout(kind, storage, FactoredState(key, kind, target, matrices))
+    return layouts_of_members
 
 
 def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tuple[OptimizedParameter | None, ...]:
@@ -390,34 +391,34 @@ def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tup
         members: The members of Muon's groups in the order of the plan; None for one that only other ranks hold. Those
             that share a flat tensor also share the flat buffers of this state.
     """
-    owners = {(each.parameter, each.matrix.index): each.owner for each in plan.assignments}
+    owners = {(assignment.parameter, assignment.matrix.index): assignment.owner for assignment in plan.assignments}
     buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
-    held = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
+    entries = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
     for number, member in enumerate(members):
-        for key, kept in member.state_layouts.items() if member is not None else ():
+        for key, state_layout in member.state_layouts.items() if member is not None else ():
             assert member is not None
-            if kept.factored is None or not kept.at_owner:
+            if state_layout.factored is None or not state_layout.at_owner:
                 continue
             buffer, intervals, first = buffers[id(member.tensor), key], list[tuple[int, Interval]](), 0
-            held[number, key] = kept, buffer, intervals
-            for matrix in kept.factored.matrices:
+            entries[number, key] = state_layout, buffer, intervals
+            for matrix in state_layout.factored.matrices:
                 owner = owners[number, matrix.index]
                 intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
                 buffer[owner] += matrix.numel
                 first += matrix.numel
-    found = list(members)
-    for (number, key), (kept, buffer, intervals) in held.items():
-        member = found[number]
-        assert kept.factored is not None
+    placed = list(members)
+    for (number, key), (state_layout, buffer, intervals) in entries.items():
+        member = placed[number]
+        assert state_layout.factored is not None
         assert member is not None
         ranks = plan.parameters[number].target.ranks
-        within = MeshLayout.replicated(kept.factored.layout.shape, ranks)
-        some: dict[int, list[Interval]] = {rank: [] for rank in ranks}
+        within = MeshLayout.replicated(state_layout.factored.layout.shape, ranks)
+        intervals_of: dict[int, list[Interval]] = {rank: [] for rank in ranks}
         for owner, interval in intervals:
-            some[owner].append(interval)
-        place = FlatShards(within, tuple(map(tuple, some.values())), tuple(buffer[rank] for rank in ranks))
+            intervals_of[owner].append(interval)
+        layout = FlatShards(within, tuple(map(tuple, intervals_of.values())), tuple(buffer[rank] for rank in ranks))
         starts = tuple(interval.start for _, interval in intervals)
-        factored = replace(kept.factored, layout=place, starts=starts)
-        state_layout = StateLayout(kept.kept_as, Storage(place, place.shape), factored)
-        found[number] = replace(member, state_layouts={**member.state_layouts, key: state_layout})
-    return tuple(found)
+        factored = replace(state_layout.factored, layout=layout, starts=starts)
+        at_owners = StateLayout(state_layout.kept_as, Storage(layout, layout.shape), factored)
+        placed[number] = replace(member, state_layouts={**member.state_layouts, key: at_owners})
+    return tuple(placed)

@@ -25,7 +25,7 @@ from muonmesh.step import by_kernel
 from muonmesh.step.flag_vector import PLACED, Flags, FlagVector
 from muonmesh.step.parameter_steps import ParameterStep
 from muonmesh.step.parameters import Collected
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.replicas import Fingerprint, lines, said_of_settings
 from muonmesh.step.runtime import Runtime
 
@@ -34,7 +34,7 @@ Entries = Sequence[ParameterStep | None]
 
 
 def preflight(
-    planned: Planned,
+    planned: StepPlan,
     collected: Collected,
     settings: StepSettings,
     runtime: Runtime,
@@ -75,7 +75,7 @@ def preflight(
     alone = len(exchange.plan.ranks) == 1
     if alone and error is not None:
         raise error
-    snapshot = collected.seen
+    snapshot = collected.snapshot
     if (alone or not waits) and not (snapshot is not None and snapshot.is_plain):
         _reduce(entries, {number: partial_axes(e.gradient) for number, e in enumerate(entries) if e is not None})
     # If partial gradients are not summed yet, a matrix counts as non-zero if any rank has a non-zero summand.
@@ -109,15 +109,15 @@ def preflight(
     return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
 
 
-def host_waits(runtime: Runtime, planned: Planned) -> bool:
+def host_waits(runtime: Runtime, planned: StepPlan) -> bool:
     """Return whether the CPU waits for reduced flags and sums of the parameters of a plan."""
     waits = runtime.driver.waits
     return planned.device.type == "cpu" if waits is None else waits
 
 
-def _nonzero(planned: Planned, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
+def _nonzero(planned: StepPlan, collected: Collected, *, waits: bool) -> list[bool] | Tensor:
     """Return for each matrix whether this rank's gradient is not zero: a list if the CPU knows, else on the device."""
-    table, matrices, snapshot = planned.gradient_table, len(planned.plan.assignments), collected.seen
+    table, matrices, snapshot = planned.gradient_table, len(planned.plan.assignments), collected.snapshot
     gradients = collected.gradients
     if snapshot is None or not snapshot.is_plain:
         gradients = [of if of is None else local_of(of) for of in gradients]
@@ -212,7 +212,7 @@ def _flags(
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
 
 
-def stand_aside(planned: Planned, settings: StepSettings, runtime: Runtime) -> bool:
+def stand_aside(planned: StepPlan, settings: StepSettings, runtime: Runtime) -> bool:
     """Take part in the preflight of the other ranks, and report that this rank cannot follow the plan.
 
     If the CPUs of the other ranks do not read the flags now, ranks that follow the plan run the step with masked

@@ -28,7 +28,7 @@ from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import DIGEST
 from muonmesh.step.int8_momentum import SCALE
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 
 _AT_ONCE = 2**18
@@ -45,7 +45,7 @@ Fingerprint = Mapping[str, Tensor]
 device."""
 
 
-def fingerprints(planned: Planned, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, Fingerprint]:
+def fingerprints(planned: StepPlan, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, Fingerprint]:
     """Return the fingerprints of all parameters of which several ranks hold whole copies, by number of the parameter.
 
     Replicated shards, as with HSDP, are not compared, because the ranks of such a parameter hold different parts of it.
@@ -74,7 +74,7 @@ def _state(
 
 
 def said_of_copies(
-    planned: Planned, ranks: Sequence[int], source: GradientSource | None
+    planned: StepPlan, ranks: Sequence[int], source: GradientSource | None
 ) -> tuple[list[Claim], Gradients]:
     """Return what this rank says of the parameters that other ranks hold too, as the ranks of a set compare it.
 
@@ -163,7 +163,7 @@ def _placed(storage: Storage, flat: Tensor) -> Iterable[tuple[int, Tensor]]:
 
 
 def said_of_settings(
-    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: StepPlan, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, bytes | Tensor]:
     """Return what this rank says of its settings, for each set of ranks that share parameters: see `FlagVector`.
 
@@ -198,7 +198,7 @@ def said_of_settings(
 
 
 def lines(
-    planned: Planned, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
+    planned: StepPlan, settings: StepSettings, replicas: Mapping[int, Fingerprint], precision: Precision, loaded: bool
 ) -> dict[str, str]:
     """Return the compared settings of each parameter as text, by name. The CPU waits for values on the device."""
     text_by_name = {}

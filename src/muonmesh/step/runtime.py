@@ -23,7 +23,7 @@ from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.settings import ProcessGroup
 from muonmesh.settings.reading import StepSettings
 from muonmesh.step.int8_momentum import Blocks
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import IdleParameters
 
@@ -92,7 +92,7 @@ class Ranks:
     machine: int = field(default_factory=ranks_of_a_machine)
     keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
     wrappers: Sequence[weakref.ref[DistributedDataParallel]] = ()
-    compared: Planned | None = None
+    compared: StepPlan | None = None
 
 
 @dataclass
@@ -156,8 +156,8 @@ class Runtime:
     source: GradientSource = PARAMETER_GRAD
     driver: Driver = field(default_factory=Driver)
     complete: bool = False
-    planned: Planned | None = None
-    connected: Planned | None = None
+    planned: StepPlan | None = None
+    connected: StepPlan | None = None
     ranks: Ranks = field(default_factory=Ranks)
     last: LastStep = field(default_factory=LastStep)
     clip: Clip = field(default_factory=Clip)

@@ -16,7 +16,7 @@ from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.parameter_sites import parameter_sites
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
-from muonmesh.step.planning import Planned
+from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 
 Tell = Callable[[Tensor, Callable[[Tensor], None]], None]
@@ -119,7 +119,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], precision: Precision, tell: Tell) -> None:
+def warn_of_rounding(planned: StepPlan, groups: Sequence[Mapping[str, Any]], precision: Precision, tell: Tell) -> None:
     """Warn if rounding loses steps of low-precision parameters, unless they have master weights.
 
     That is a part of the entries of Muon's first such parameter, or all entries of parameters of AdamW: norms near 1.
@@ -150,7 +150,7 @@ def warn_of_rounding(planned: Planned, groups: Sequence[Mapping[str, Any]], prec
         return
 
 
-def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: Tell) -> None:
+def _warn_of_still(planned: StepPlan, groups: Sequence[Mapping[str, Any]], tell: Tell) -> None:
     """Warn of AdamW's low-precision parameters in which a step as large as the learning rate moves no entry."""
     names, rates, still = list[str](), set[float](), list[Tensor]()
     for member in (member for members in planned.adamw for member in members):
@@ -179,7 +179,7 @@ def _warn_of_still(planned: Planned, groups: Sequence[Mapping[str, Any]], tell: 
 
 
 def warn_of_unsuited(
-    planned: Planned, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], warned: set[object], tell: Tell
+    planned: StepPlan, rules: Sequence[Rule | None], flags: Mapping[int, Tensor], warned: set[object], tell: Tell
 ) -> None:
     """Warn of the matrices that did not suit their rule in a step.
 
