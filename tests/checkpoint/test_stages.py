@@ -72,10 +72,10 @@ def save(stages: int, path: str, how: str) -> None:
     if how == "ours":
         mm.checkpoint.save(path, model, optimizer)
     else:
-        dcp.save(by_torch(model, optimizer), checkpoint_id=path)
+        dcp.save(state_by_torch(model, optimizer), checkpoint_id=path)
 
 
-def by_torch(model: nn.Module, optimizer: mm.Muon) -> dict[str, Any]:
+def state_by_torch(model: nn.Module, optimizer: mm.Muon) -> dict[str, Any]:
     state = get_optimizer_state_dict(model, optimizer, options=FLAT)
     return {"model": get_model_state_dict(model), "optimizer": state}
 
@@ -87,7 +87,7 @@ def load(stages: int, path: str, how: str) -> dict[str, Tensor]:
         mm.checkpoint.load(path, model, optimizer)
     else:
         advance(model, optimizer, 0, 1)  # DCP reads into what is there
-        state = by_torch(model, optimizer)
+        state = state_by_torch(model, optimizer)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)

@@ -701,7 +701,7 @@ def test_the_table_on_the_page_about_groups(tmp_path: Path, monkeypatch: pytest.
     assert [line for line in shown[:-1] if line not in printed] == []
 
 
-def stamped(*shape: int, **attributes: Any) -> nn.Module:
+def stamped_module(*shape: int, **attributes: Any) -> nn.Module:
     """A module whose weight carries Megatron's attributes."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(shape))
@@ -730,7 +730,7 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
         ),
     }
     parallel = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-    model = nn.ModuleDict({"fc": stamped(8, 6, **parallel)})
+    model = nn.ModuleDict({"fc": stamped_module(8, 6, **parallel)})
     third = {
         "model": model,
         "groups": [{"params": list(model.named_parameters())}],
@@ -739,8 +739,8 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
         "expert_tp": None,
         "expert_dp": None,
     }
-    fourth = {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"router": stamped(4, 6)})})}
-    fourth["model"]["mlp"].fc1_weight = stamped(8, 6, **parallel).weight
+    fourth = {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"router": stamped_module(4, 6)})})}
+    fourth["model"]["mlp"].fc1_weight = stamped_module(8, 6, **parallel).weight
     replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
     found = []
     pages = run("docs/layouts.md", {}, first, second, third, fourth), run("docs/to-owners.md", replicas)

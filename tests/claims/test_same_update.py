@@ -42,7 +42,7 @@ def test_names_hash_differently_on_two_ranks(workers) -> None:
     assert len(set(workers(2).run(hashed))) == 2
 
 
-def run(
+def steps_of_layout(
     layout: str, dtype: torch.dtype, count: int = 3, param_dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Step in a layout and alone on this very rank; return what differs, and the result."""
@@ -68,13 +68,13 @@ def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
-    for differing, _ in workers(ranks).run(run, layout, dtype):
+    for differing, _ in workers(ranks).run(steps_of_layout, layout, dtype):
         assert differing == []
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str) -> None:
-    for differing, _ in workers(4).run(run, layout, torch.bfloat16, kernels="compiled"):
+    for differing, _ in workers(4).run(steps_of_layout, layout, torch.bfloat16, kernels="compiled"):
         assert differing == []
 
 
@@ -84,7 +84,7 @@ def run_as_with_avx512(layout: str, **settings: Any) -> tuple[list[str], bool]:
     kernels._GAIN.update(dict.fromkeys(taken, taken["avx512"]))
     kernels.auto_takes.cache_clear()
     try:
-        return run(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
+        return steps_of_layout(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
     finally:
         kernels._GAIN.update(taken)
         kernels.auto_takes.cache_clear()
@@ -202,7 +202,7 @@ def test_what_a_device_runs_is_bit_for_bit_with_settings(workers, settings: dict
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_one_process_without_distributed_has_the_same_bits(workers, layout: str) -> None:
     alone = problem.alone(3, compute_dtype=torch.float32)
-    for _, result in workers(2).run(run, layout, torch.float32):
+    for _, result in workers(2).run(steps_of_layout, layout, torch.float32):
         assert problem.differing(result, alone) == []
 
 
@@ -223,7 +223,7 @@ def test_one_process_without_distributed_has_the_same_bits(workers, layout: str)
 def test_bit_for_bit_with_settings(workers, layout: str, settings: dict[str, Any]) -> None:
     settings = dict(settings)
     dtype = settings.pop("compute_dtype", torch.bfloat16)
-    for differing, _ in workers(2).run(run, layout, dtype, **settings):
+    for differing, _ in workers(2).run(steps_of_layout, layout, dtype, **settings):
         assert differing == []
 
 
@@ -232,7 +232,7 @@ def test_bit_for_bit_with_settings(workers, layout: str, settings: dict[str, Any
 @pytest.mark.filterwarnings("ignore:.*without masters")
 def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype | None) -> None:
     for differing, result in workers(2).run(
-        run, layout, torch.bfloat16, param_dtype=torch.bfloat16, master_dtype=master
+        steps_of_layout, layout, torch.bfloat16, param_dtype=torch.bfloat16, master_dtype=master
     ):
         assert differing == []
         assert result["tall"].dtype == torch.bfloat16
@@ -248,7 +248,7 @@ def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> No
     """Random numbers belong to elements of whole parameters."""
     if ranks == 2 and layout in problem.TWO_DIMS:
         layout = "shard1"
-    for differing, result in workers(ranks).run(run, layout, torch.bfloat16, **ROUNDED):
+    for differing, result in workers(ranks).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED):
         assert differing == []
         assert result["tall"].dtype == torch.bfloat16
 
@@ -260,7 +260,7 @@ def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> No
 )
 def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
     layout = "ddp" if "shard_state" in settings else "fsdp"
-    for differing, _ in workers(2).run(run, layout, torch.bfloat16, **ROUNDED, **settings):
+    for differing, _ in workers(2).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED, **settings):
         assert differing == []
 
 

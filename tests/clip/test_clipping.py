@@ -258,7 +258,7 @@ def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
     spikes, nans, zeros = (15, 16, 40), (20, 50), (3, 12, 30)  # the second of the nans is infinite
     protected = {"adamw_only": ("adamw",), "all": ("total",), "separate": ("muon", "adamw")}
     for policy, names in protected.items():
-        weight, bias, optimizer = small()
+        weight, bias, optimizer = small_model()
         means = {name: Mean() for name in ("total", "muon", "adamw")}
         generator = torch.Generator().manual_seed(0)
         for step, size in enumerate(sizes):
@@ -283,7 +283,7 @@ def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
 
 
 def test_norms_that_stay_large_are_taken_in_the_end() -> None:
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     skipped = []
     for step in range(60):
         weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), 1.0 if step < 20 else 10.0)
@@ -294,7 +294,7 @@ def test_norms_that_stay_large_are_taken_in_the_end() -> None:
 
 def test_each_step_counts_the_norms_of_the_last_call_before_it() -> None:
     """Measuring, clipping twice, dropped gradients, and a step that raises count nothing more."""
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
 
     def clip(size: float, **options: Any) -> None:
         weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), size / math.sqrt(5))
@@ -326,7 +326,7 @@ def test_each_step_counts_the_norms_of_the_last_call_before_it() -> None:
 
 
 def test_an_overflow_that_clipping_did_not_see_counts_nothing() -> None:
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     for overflow in (0.0, 1.0):
         weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
         optimizer.clip_grad_norm_(1.0, skip_above="4x")
@@ -336,7 +336,7 @@ def test_an_overflow_that_clipping_did_not_see_counts_nothing() -> None:
 
 
 def test_a_group_that_is_added_takes_the_means_of_the_others() -> None:
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     more = nn.Parameter(torch.ones(3))
     for step in range(3):
         if step == 1:
@@ -352,7 +352,7 @@ def test_a_group_that_is_added_takes_the_means_of_the_others() -> None:
     "means", [((1.0, 1.0, 1.0),), ((-1.0, 1.0, 1.0), (1, 1, 1)), ((math.nan, 1.0, 1.0), (1, 1, 1)), "none", None]
 )
 def test_means_that_no_step_leaves_are_refused(means: Any) -> None:
-    *_, optimizer = small()
+    *_, optimizer = small_model()
     saved = optimizer.state_dict()
     saved["state"] = {0: {"momentum_buffer": torch.ones(6, 4)}}
     saved["param_groups"][0]["norm_means"] = means
@@ -362,7 +362,7 @@ def test_means_that_no_step_leaves_are_refused(means: Any) -> None:
 
 
 def test_a_state_without_means_begins_anew() -> None:
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
     optimizer.clip_grad_norm_(1.0, skip_above="4x")
     optimizer.step()
@@ -477,7 +477,7 @@ def test_ranks_that_hold_nothing_of_a_half_have_its_mean(workers, waits: bool | 
 
 def masked_error() -> Any:
     """A step that finds an error on the device counts nothing, and raises in the next."""
-    weight, bias, optimizer = small("world")
+    weight, bias, optimizer = small_model("world")
     optimizer._runtime.driver = Driver(False)
     counts = []
     for step in range(3):
@@ -579,7 +579,7 @@ def test_ranks_that_own_nothing_decide_as_the_others_do(workers, waits: bool | N
     assert [moved for _, _, moved in outcomes] == [[True, False, True]] * 4
 
 
-def small(process_group: Any = None) -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
+def small_model(process_group: Any = None) -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
     weight, bias = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(5))
     groups = [
         {"params": [weight], "param_names": ["weight"], "name": "muon"},
@@ -590,7 +590,7 @@ def small(process_group: Any = None) -> tuple[nn.Parameter, nn.Parameter, mm.Muo
 
 @pytest.mark.parametrize("forget", ["optimizer", "model", "nothing"])
 def test_the_flag_is_forgotten_with_the_gradients(forget: str) -> None:
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     weight.grad, bias.grad = torch.randn(6, 4), torch.full((5,), 1e9)
     assert bool(optimizer.clip_grad_norm_(1.0, skip_above=10.0).skipped)
     if forget == "optimizer":  # a loop that goes on to the next batch without a step
@@ -607,7 +607,7 @@ def test_the_flag_is_forgotten_with_the_gradients(forget: str) -> None:
 
 def test_the_threshold_is_not_polluted_by_a_norm_that_nothing_is_clipped_by() -> None:
     """Megatron-LM 5395, third finding: 6.2e6 of Muon's half made AdamW's 4.0e-4 look like a spike."""
-    weight, bias, optimizer = small()
+    weight, bias, optimizer = small_model()
     weight.grad, bias.grad = torch.full((6, 4), 6.2e6 / math.sqrt(24)), torch.full((5,), 4.0e-4 / math.sqrt(5))
     norms = optimizer.clip_grad_norm_(1.0, skip_above=1.0)
     assert float(norms.muon) == pytest.approx(6.2e6)
@@ -690,7 +690,7 @@ def test_what_nobody_needs_is_not_reduced(workers, norms: bool, skip_above: floa
 def test_norms_false_measures_only_what_the_policy_needs() -> None:
     needed = {"adamw_only": [0, 0, 1], "all": [1, 0, 0], "separate": [0, 1, 1]}
     for policy in POLICIES:
-        weight, bias, optimizer = small()
+        weight, bias, optimizer = small_model()
         weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
         norms = optimizer.clip_grad_norm_(1.0, policy=policy, norms=False)
         assert [norm is not None for norm in (norms.total, norms.muon, norms.adamw)] == needed[policy]
@@ -868,7 +868,7 @@ def test_fp16_gradients_lose_nothing_when_the_step_unscales() -> None:
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
 def test_a_bad_max_norm_is_refused(max_norm: Any) -> None:
-    weight, _, optimizer = small()
+    weight, _, optimizer = small_model()
     weight.grad = torch.ones(6, 4)
     with pytest.raises(ValueError, match="max_norm"):
         optimizer.clip_grad_norm_(max_norm)
@@ -894,7 +894,7 @@ def test_a_multiple_may_be_written_as_any_number(text: str) -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
-    weight, _, optimizer = small()
+    weight, _, optimizer = small_model()
     weight.grad = torch.ones(6, 4)
     before = weight.grad.clone()
     with pytest.raises(ValueError, match=told):
@@ -904,7 +904,7 @@ def test_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_gradients_norms_are_zero_and_steps_go_on(policy: str) -> None:
-    weight, _, optimizer = small()
+    weight, _, optimizer = small_model()
     norms = optimizer.clip_grad_norm_(1.0, policy=policy, skip_above=1.0)
     assert (float(norms), float(norms.muon), float(norms.adamw), bool(norms.skipped)) == (0, 0, 0, False)
     optimizer.step()

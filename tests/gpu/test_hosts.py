@@ -88,7 +88,7 @@ def network(device: str, *, width: int = 64, layers: int = 2, dtype: torch.dtype
     return nn.Sequential(*inner, nn.Linear(width, 8)).to(device, dtype)
 
 
-def batch(step: int, device: str, width: int = 64) -> tuple[Tensor, Tensor]:
+def batch_on_device(step: int, device: str, width: int = 64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randn(32, width, generator=generator), torch.randint(8, (32,), generator=generator)
     return drawn[0].to(device), drawn[1].to(device)
@@ -128,7 +128,7 @@ def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
     optimizer = mm.from_model(model, lr=0.02)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=1000)
     for step, overflows in enumerate([False, True, False, True, False, False]):
-        x, y = batch(step, device)
+        x, y = batch_on_device(step, device)
         with torch.autocast(device, torch.float16):
             loss = functional.cross_entropy(model(x).float(), y)
         scaler.scale(loss * (1e6 if overflows else 1.0)).backward()
@@ -163,7 +163,7 @@ def test_a_compiled_model_under_autocast(device: str) -> None:
         compiled = torch.compile(model)
         losses = []
         for _ in range(5):
-            x, y = batch(0, device)
+            x, y = batch_on_device(0, device)
             with torch.autocast(device, torch.bfloat16):
                 loss = functional.cross_entropy(compiled(x).float(), y)
             loss.backward()
@@ -185,7 +185,7 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
     width = 1024 if device == "cuda" else 64
     model = network(device, width=width, layers=4, dtype=dtype)
     optimizer = mm.from_model(model, lr=0.01, memory_budget_mb=16 if device == "cuda" else 0.05, **settings)
-    batches = [batch(step, device, width) for step in range(6)]
+    batches = [batch_on_device(step, device, width) for step in range(6)]
     losses = []
     for x, y in batches:
         loss = functional.cross_entropy(model(x.to(dtype)).float(), y)

@@ -19,7 +19,7 @@ from tests.support.reference import polar
 SHAPES = [(2, 512, 1024), (2, 511, 1023), (3, 64, 80), (1, 1, 7), (1, 288, 304)]
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 
 
@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     batch, rows, cols = shape
     matmuls = kernels.select("triton", device=torch.device(DEVICE), dtype=dtype, rows=rows, cols=cols)
-    x, square = random(*shape, dtype=dtype), random(batch, rows, rows, dtype=dtype)
+    x, square = random_on_device(*shape, dtype=dtype), random_on_device(batch, rows, rows, dtype=dtype)
     a = square.triu() + square.triu(1).mT
     s = torch.linspace(0.5, 2.0, batch, device=DEVICE)[:, None, None]
     xd, ad, sd = x.double(), a.double(), s.double()
@@ -54,7 +54,7 @@ def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_triton_is_as_accurate_as_torch_and_the_same_in_every_run(method: Literal["standard", "gram"]) -> None:
-    x = random(4, 384, 768)
+    x = random_on_device(4, 384, 768)
     exact = torch.stack([polar(one.double(), list(coefficient_schedule("polar_express", 5))) for one in x])
 
     def error(result: Tensor) -> float:
@@ -70,9 +70,9 @@ def test_triton_is_as_accurate_as_torch_and_the_same_in_every_run(method: Litera
 def test_the_fused_pair_computes_what_torch_does_piece_by_piece() -> None:
     shapes = [(64, 64), (33, 70), (70, 33), (3, 40, 9), (4100,), (5,)]
     active = torch.tensor([True, True, False, True, True, True], device=DEVICE)
-    gradients = [random(*shape) for shape in shapes]
+    gradients = [random_on_device(*shape) for shape in shapes]
     gradients[2].fill_(torch.nan)
-    momenta, weights, updates = ([random(*shape) for shape in shapes] for _ in range(3))
+    momenta, weights, updates = ([random_on_device(*shape) for shape in shapes] for _ in range(3))
     # Every other direction lies transposed, as in an assembled tall matrix.
     directions = [torch.empty(s, dtype=torch.bfloat16, device=DEVICE) for s in shapes]
     directions[1] = torch.empty(70, 33, dtype=torch.bfloat16, device=DEVICE).mT

@@ -23,7 +23,7 @@ def gaussian(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
-def decaying(rows: int, cols: int, decades: float = 4.0) -> Tensor:
+def decaying_on_device(rows: int, cols: int, decades: float = 4.0) -> Tensor:
     """Singular values from 1 down to 10^-decades, evenly in the logarithm."""
     u, _, vh = torch.linalg.svd(gaussian(rows, cols).double(), full_matrices=False)
     values = torch.logspace(0, -decades, len(vh), dtype=torch.float64, device=DEVICE)
@@ -72,7 +72,7 @@ def test_a_power_of_two_changes_no_bit(exponent: int, dtype: torch.dtype) -> Non
 )
 @pytest.mark.parametrize("shape", [(256, 1024), (768, 3072)])
 def test_accuracy(shape: tuple[int, int], dtype: torch.dtype, method: Method, spectrum: str, bound: float) -> None:
-    x = gaussian(*shape) if spectrum == "gaussian" else decaying(*shape)
+    x = gaussian(*shape) if spectrum == "gaussian" else decaying_on_device(*shape)
     exact = polar(x.double(), list(coefficient_schedule("polar_express", 5)))
     for given, expected in ((x, exact), (x.mT, exact.mT)):
         result = mm.orthogonalize(given, steps=5, method=method, dtype=dtype).double()

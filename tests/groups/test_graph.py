@@ -47,7 +47,7 @@ def roles(model: nn.Module, example: Any) -> dict[str, Any]:
     }
 
 
-def reason(model: nn.Module, example: Any, name: str) -> str:
+def reason_by_example(model: nn.Module, example: Any, name: str) -> str:
     groups = mm.split_params(model, example=example)
     return next(g["reasons"][g["param_names"].index(name)] for g in groups if name in g["param_names"])
 
@@ -253,7 +253,7 @@ def test_a_fused_weight_is_split_as_its_output_is_cut(kind: str) -> None:
     assert found["out.weight"] == HEAD
     assert found.get("blocks.1.conv.weight", ADAMW) in (ADAMW, ("flatten", ("rows", 16, 16, 16)))
     parts = len(split(torch.arange(model.get_parameter(FUSED).numel()).view(-1, 16), spec))
-    assert f"a forward cuts its output into {parts} parts" in reason(model, IDS, FUSED)
+    assert f"a forward cuts its output into {parts} parts" in reason_by_example(model, IDS, FUSED)
 
 
 def rotated(rotary: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -761,7 +761,7 @@ def test_features_that_are_joined_with_others_and_then_cut_leave_a_doubt() -> No
         return out
 
     model = cut_of(32, forward, q=nn.Linear(16, 16))
-    assert reason(model, IDS, FUSED).endswith("hides whether it is fused; a guess")
+    assert reason_by_example(model, IDS, FUSED).endswith("hides whether it is fused; a guess")
 
 
 def test_a_weight_of_which_one_product_takes_some_rows_leaves_a_doubt() -> None:
@@ -769,7 +769,10 @@ def test_a_weight_of_which_one_product_takes_some_rows_leaves_a_doubt() -> None:
         out: Tensor = self.proj(self.fused(x)[..., :16] + x @ self.fused.weight[:16].T)
         return out
 
-    assert reason(cut_of(32, forward), IDS, FUSED) == "linear; a forward does not show whether it is fused; a guess"
+    assert (
+        reason_by_example(cut_of(32, forward), IDS, FUSED)
+        == "linear; a forward does not show whether it is fused; a guess"
+    )
 
 
 def test_indices_that_pick_tokens_hide_nothing() -> None:
@@ -801,7 +804,7 @@ def test_a_weight_that_a_function_of_its_own_multiplies_by_is_said_to_be_a_guess
     model.mid, model.out = nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
     example = (torch.randn(2, 8),)
     assert roles(model, example)["mid.weight"] == "whole"
-    assert "hides whether it is fused; a guess" in reason(model, example, "mid.weight")
+    assert "hides whether it is fused; a guess" in reason_by_example(model, example, "mid.weight")
 
 
 def test_experts_whose_kernel_takes_bf16_alone_on_meta() -> None:
@@ -988,7 +991,8 @@ def test_a_weight_that_takes_no_part_is_said_to() -> None:
     layers = {"idle": nn.Linear(4, 4), "a": nn.Linear(8, 16), "b": nn.Linear(16, 3)}
     model = Calls(lambda self, x: self.b(F.relu(self.a(x))), **layers)
     assert (
-        reason(model, (torch.randn(2, 8),), "idle.weight") == "linear; the example's forward does not show it; a guess"
+        reason_by_example(model, (torch.randn(2, 8),), "idle.weight")
+        == "linear; the example's forward does not show it; a guess"
     )
 
 

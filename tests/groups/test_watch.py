@@ -87,7 +87,7 @@ def reasons(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 SPLIT = {r"blocks\.\d\.mixed\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
 
 
-def offered(message: str) -> list[dict[str, Any]]:
+def offered_overrides(message: str) -> list[dict[str, Any]]:
     """The values of ``overrides=`` in a message."""
     return [ast.literal_eval(text) for text in re.findall(r"overrides=(\{.*?\})(?=,? or |\.? to |$)", message)]
 
@@ -103,7 +103,7 @@ def test_a_wrong_half_is_an_error_before_anything_is_written_with_the_lines_to_w
             trained(model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(optimizer.state.values())
-    pasted = offered(str(caught.value))
+    pasted = offered_overrides(str(caught.value))
     assert pasted == [{"actions.weight": "adamw"}, {"actions.weight": "muon"}]
     optimizer = mm.from_model(model, overrides=SPLIT | pasted[line])
     trained(model, optimizer)
@@ -121,7 +121,7 @@ def test_another_split_is_a_warning_with_the_lines_to_write(line: int) -> None:
     ) as caught:
         trained(model, optimizer)
     assert len(caught) == 1
-    pasted = offered(str(caught[0].message))
+    pasted = offered_overrides(str(caught[0].message))
     optimizer = mm.from_model(model, overrides=heads | pasted[line])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

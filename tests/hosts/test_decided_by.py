@@ -55,7 +55,7 @@ def test_accelerates_megatron_knows_two_optimizers_by_their_names() -> None:
         MegatronLMPlugin.set_optimizer_type(plugin, mm.from_model(llama(), **SETTINGS))
 
 
-def replaced() -> str:
+def replaced_optimizer() -> str:
     with launched(), accelerated(True):
         config = {"train_micro_batch_size_per_gpu": 2, "zero_force_ds_cpu_optimizer": True}
         config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -66,7 +66,7 @@ def replaced() -> str:
 
 
 def test_accelerate_may_not_put_deepspeeds_adam_in_its_place(workers: Any) -> None:
-    for told in workers(2).run(replaced, timeout=90.0):
+    for told in workers(2).run(replaced_optimizer, timeout=90.0):
         assert told.startswith("config: found zero_force_ds_cpu_optimizer=True; needed False"), told
 
 
@@ -99,7 +99,7 @@ def adapters() -> nn.Module:
     return get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False))
 
 
-def loss_of(model: nn.Module) -> torch.Tensor:
+def loss_of_model(model: nn.Module) -> torch.Tensor:
     batch = torch.stack([Tokens()[row]["input_ids"] for row in range(4)])
     loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
     return loss
@@ -115,7 +115,7 @@ def test_lora_plus_gives_its_halves_their_rates() -> None:
     groups = [{"params": half, "lr": lr} for half, lr in zip(halves, (0.02, 0.08), strict=True)]
     plain = mm.Muon(groups, weight_decay=0.0, **SETTINGS)
     for each, optimizer in ((model, ours), (twin, plain)):
-        loss_of(each).backward()
+        loss_of_model(each).backward()
         optimizer.step()
     assert different(weights(model), weights(twin)) == []
     assert sorted(different(weights(model), before)) == sorted(name for name, _ in trained)
@@ -127,9 +127,9 @@ def test_gradients_that_a_derived_class_preconditions_are_orthogonalized_once() 
     ours = create_riemannian_optimizer(model, mm.Muon, **SETTINGS)
     before_it = create_riemannian_optimizer(twin, torch.optim.SGD, lr=0.0)
     plain = mm.Muon([p for p in twin.parameters() if p.requires_grad], **SETTINGS)
-    loss_of(model).backward()
+    loss_of_model(model).backward()
     ours.step()
-    loss_of(twin).backward()
+    loss_of_model(twin).backward()
     before_it.step()
     plain.step()
     assert ours.counts.orthogonalized == plain.counts.orthogonalized == 8

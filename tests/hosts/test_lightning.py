@@ -32,7 +32,7 @@ STEPS = 6
 LAUNCHED = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}  # what Lightning asks to know torchrun by
 
 
-def cut(model: nn.Module, how: str, mesh: Any) -> None:
+def cut_llama(model: nn.Module, how: str, mesh: Any) -> None:
     """Cut a Llama as ``configure_model`` does: by FSDP2, or the MLPs by tensor parallelism and the rest not at all."""
     for layer in model.model.layers:
         if how == "fsdp2":
@@ -57,7 +57,7 @@ class Model(MuonModule):
     def configure_model(self) -> None:
         if self.how in ("fsdp2", "tp"):
             axis = {"fsdp2": "data_parallel", "tp": "tensor_parallel"}[self.how]
-            cut(self.model, self.how, self.device_mesh[axis])
+            cut_llama(self.model, self.how, self.device_mesh[axis])
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -271,7 +271,7 @@ def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
             sizes = {"fsdp2": (2, 1), "tp": (1, 2)}[how]
             strategy = FabricModelParallel(
                 lambda model, mesh: (
-                    cut(model, how, mesh[{"fsdp2": "data_parallel", "tp": "tensor_parallel"}[how]]) or model
+                    cut_llama(model, how, mesh[{"fsdp2": "data_parallel", "tp": "tensor_parallel"}[how]]) or model
                 ),
                 data_parallel_size=sizes[0],
                 tensor_parallel_size=sizes[1],

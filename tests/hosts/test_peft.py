@@ -130,7 +130,7 @@ BASES: dict[str, tuple[Any, str]] = {
 }
 
 
-def bits(model: nn.Module) -> dict[str, Tensor]:
+def numbers_of(model: nn.Module) -> dict[str, Tensor]:
     """All numbers of a model, those inside of quantized weights too, by name."""
     found = dict[str, Tensor]()
     for name, value in model.state_dict().items():
@@ -164,7 +164,7 @@ def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
         ],
         **RATE,
     )
-    before = bits(model)
+    before = numbers_of(model)
     for number in range(3):
         optimizer.zero_grad()
         batch = torch.stack([Tokens()[number + row]["input_ids"] for row in range(4)])
@@ -174,6 +174,6 @@ def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
         optimizer.step()
         beside.step()
     assert all(torch.equal(p, plain[each]) for each, p in learned.items())
-    after = bits(model)
+    after = numbers_of(model)
     moved = {each for each, value in after.items() if not torch.equal(value, before[each])}
     assert moved == set(learned)

@@ -46,13 +46,13 @@ def clipped(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     factors[LARGEST <= 100] = 1.0
     expected = before[f"{NAME}.q_proj.weight"].double() * factors.repeat_interleave(8)[:, None]
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    wrong = [] if near(after[f"{NAME}.q_proj.weight"], expected) else ["master"]
-    wrong += [] if near(ds.computed_with(engine)[f"{NAME}.q_proj.weight"], expected, 2**-8) else ["module"]
+    wrong = [] if within_tolerance(after[f"{NAME}.q_proj.weight"], expected) else ["master"]
+    wrong += [] if within_tolerance(ds.computed_with(engine)[f"{NAME}.q_proj.weight"], expected, 2**-8) else ["module"]
     engine.destroy()
     return changed, wrong
 
 
-def near(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
+def within_tolerance(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
     return bool(((found.double() - expected).abs() <= tolerance * expected.abs()).all())
 
 

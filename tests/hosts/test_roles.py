@@ -34,7 +34,7 @@ def build() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def decided(groups: Any) -> dict[str, Any]:
+def decided_roles(groups: Any) -> dict[str, Any]:
     """The group, the split and the reason of each parameter."""
     return {
         name: (group["name"], group.get("matrices", [None] * (i + 1))[i], group["reasons"][i])
@@ -43,19 +43,19 @@ def decided(groups: Any) -> dict[str, Any]:
     }
 
 
-def shown() -> tuple[bool, list[int], Any, str]:
+def shown_roles() -> tuple[bool, list[int], Any, str]:
     """Whether a partitioned model has the roles of a whole one; what this rank has of a weight; how it is split."""
     ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = build()
     example = {"input_ids": torch.ones(1, 6, dtype=torch.int64)}
     whole = mm.split_params(build(), example=example)
-    found = decided(whole.held_by(model))
+    found = decided_roles(whole.held_by(model))
     try:
         mm.split_params(model, example=example)
     except ValueError as error:
         told = str(error)
-    return found == decided(whole), list(model.get_parameter(FUSED).shape), found[FUSED][1], told
+    return found == decided_roles(whole), list(model.get_parameter(FUSED).shape), found[FUSED][1], told
 
 
 class Gates(nn.Module):
@@ -73,7 +73,7 @@ class Gates(nn.Module):
         return self.head(self.norm(left.sigmoid() * right))
 
 
-def warned() -> str:
+def warned_roles() -> str:
     """What the first step says of a weight whose split was guessed."""
     ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
     engine = initialize(model=Gates(), config=CONFIG, optimizer={"lr": 0.01, "adamw": {"lr": 0.01}})[0]
@@ -85,13 +85,13 @@ def warned() -> str:
 
 
 def test_an_example_shows_what_a_partitioned_model_is(pools: dict[int, Pool]) -> None:
-    for same, local, split, told in pools[2].run(shown):
+    for same, local, split, told in pools[2].run(shown_roles):
         assert (same, local, split) == (True, [0], SPLIT)
         assert "example= for a model that is sharded: this process has a part of transformer.wte.weight" in told
 
 
 def test_the_first_training_forward_of_a_partitioned_model_is_read(pools: dict[int, Pool]) -> None:
-    for message in pools[2].run(warned):
+    for message in pools[2].run(warned_roles):
         assert "gates.weight is split as ('transposed', 'whole')" in message
         assert '("transposed", ("rows", 16, 16))' in message
         assert "more.weight is split as 'whole'" in message

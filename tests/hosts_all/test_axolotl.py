@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 NAME = "axolotl_muon.MuonPlugin"
 
 
-def llama() -> LlamaForCausalLM:
+def axolotl_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
@@ -37,7 +37,7 @@ def test_the_plugin_s_trainer_steps_muon_as_the_configuration_says(tmp_path: Pat
     args = TrainingArguments(
         str(tmp_path), max_steps=2, learning_rate=0.02, weight_decay=0.3, lr_scheduler_type="constant", report_to=[]
     )
-    trainer = Trainer(llama(), args, train_dataset=data)
+    trainer = Trainer(axolotl_llama(), args, train_dataset=data)
     manager.post_trainer_create(DictDefault({"muonmesh": {"momentum": 0.8}}), trainer)
     before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
     trainer.train()

@@ -110,7 +110,7 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def losses(run: Path) -> list[float]:
+def swift_losses(run: Path) -> list[float]:
     entries = [json.loads(line) for line in (run / "logging.jsonl").read_text().splitlines()]
     return [entry["loss"] for entry in entries if "loss" in entry]
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     """The second step is the first that feels momentum and AdamW's moments."""
     whole = trained(way)
     again = train(folder, f"{way}-again", way, "--resume_from_checkpoint", str(whole / "checkpoint-1"))
-    assert losses(again)[-1:] == losses(whole)[1:]
+    assert swift_losses(again)[-1:] == swift_losses(whole)[1:]
     first, second, resumed = (weights(run) for run in (*sorted(whole.glob("checkpoint-?")), again / "checkpoint-2"))
     assert second.keys() == resumed.keys() == first.keys()
     assert [name for name in second if not torch.equal(second[name], resumed[name])] == []

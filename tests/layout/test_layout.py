@@ -222,7 +222,7 @@ def fsdp(shape: tuple[int, ...], ranks: int) -> MeshLayout:
     return MeshLayout(shape, (ranks,), tuple(range(ranks)), (Shard(0),))
 
 
-def replicated(shape: tuple[int, ...], ranks: int) -> MeshLayout:
+def replicated_layout(shape: tuple[int, ...], ranks: int) -> MeshLayout:
     return MeshLayout.replicated(shape, tuple(range(ranks)))
 
 
@@ -239,7 +239,7 @@ def model_plan(layout: Any, ranks: int, layers: int = 12) -> Plan:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
-@pytest.mark.parametrize("layout", [fsdp, replicated])
+@pytest.mark.parametrize("layout", [fsdp, replicated_layout])
 def test_work_is_balanced_over_all_ranks_replicas_included(layout: Any, ranks: int) -> None:
     loads = model_plan(layout, ranks).loads
     assert len(loads) == ranks
@@ -260,7 +260,7 @@ def test_a_rank_that_holds_more_gives_some_away() -> None:
 
 
 def test_replicated_storage_gathers_nothing() -> None:
-    plan = model_plan(replicated, 4)
+    plan = model_plan(replicated_layout, 4)
     assert not any(plan.gathers(b) for b in range(len(plan.buckets)))
     assert all(plan.scatters(b) for b in range(len(plan.buckets)))
 
@@ -275,7 +275,7 @@ def test_every_owner_has_work_in_every_full_bucket() -> None:
 def test_the_digest_is_that_of_the_plan() -> None:
     assert model_plan(fsdp, 4).digest == model_plan(fsdp, 4).digest
     assert model_plan(fsdp, 4).digest != model_plan(fsdp, 2).digest
-    assert model_plan(fsdp, 4).digest != model_plan(replicated, 4).digest
+    assert model_plan(fsdp, 4).digest != model_plan(replicated_layout, 4).digest
     assert model_plan(fsdp, 4).digest != model_plan(fsdp, 4, layers=11).digest
 
 
@@ -290,7 +290,7 @@ def test_matrices_that_do_not_tile_are_refused(fault: str) -> None:
         broken = whole[:1]
     else:
         broken = (whole[0], whole[0])
-    layout = replicated((8, 4), 1)
+    layout = replicated_layout((8, 4), 1)
     parameter = Parameter("w", layout, layout, broken, (1,) * len(broken), "")
     with pytest.raises(LayoutError, match=r"^w: "):
         make_plan([parameter], bucket_elements=100)

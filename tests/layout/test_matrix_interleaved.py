@@ -27,7 +27,7 @@ def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:
     return [x[mask] if dim == 0 else x[:, mask] for mask in masks]
 
 
-def assembled(whole: Tensor, spec: Any, layout: MeshLayout) -> list[Tensor]:
+def assembled_by_hand(whole: Tensor, spec: Any, layout: MeshLayout) -> list[Tensor]:
     """The matrices that owners put together from what one copy's ranks store; -1 where nothing was written."""
     storages = {rank: local_by_torch(whole, layout, rank).view(-1) for rank in layout.replica(layout.ranks[0])}
     results = []
@@ -59,7 +59,7 @@ def test_the_regions_are_those_cut_by_hand(data: st.DataObject) -> None:
     expected = [m for x in slices for m in cut(x.mT if transposed else x, runs, dim)]
 
     layout = data.draw(layouts(shape))
-    found = assembled(whole, spec, layout)
+    found = assembled_by_hand(whole, spec, layout)
     assert [tuple(m.shape) for m in found] == [tuple(canonical(m).shape) for m in expected]
     assert all(torch.equal(f, canonical(e)) for f, e in zip(found, expected, strict=True))
     assert [(m.rows, m.cols) for m in split_matrices("w", shape, spec)] == [tuple(m.shape) for m in expected]
@@ -81,7 +81,7 @@ def test_megatron_qkv() -> None:
 
 def assembled_floats(whole: Tensor, spec: Any, layout: MeshLayout) -> list[Tensor]:
     numbers = torch.arange(whole.numel()).reshape(whole.shape)
-    return [whole.flatten()[at] for at in assembled(numbers, spec, layout)]
+    return [whole.flatten()[at] for at in assembled_by_hand(numbers, spec, layout)]
 
 
 def test_a_step_is_that_of_the_separate_matrices() -> None:
@@ -113,7 +113,7 @@ def test_a_step_is_that_of_the_separate_matrices() -> None:
 def test_forms_that_say_the_same(unequal: Any, equal: Any) -> None:
     whole = torch.arange(12 * 6).reshape(12, 6)
     one = MeshLayout.replicated((12, 6), (0,))
-    pairs = zip(assembled(whole, unequal, one), assembled(whole, equal, one), strict=True)
+    pairs = zip(assembled_by_hand(whole, unequal, one), assembled_by_hand(whole, equal, one), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
 

@@ -31,7 +31,7 @@ COVERS = (
 REPOSITORY = Path(__file__).parents[2]
 
 
-def planned(case: Any) -> Plan:
+def planned_case(case: Any) -> Plan:
     plan: Plan = make_plan(plans.read(case, case.weights()), bucket_elements=plans.BUCKET_ELEMENTS)
     return plan
 
@@ -125,7 +125,7 @@ def small_llama(layers: int) -> Any:
 
 @pytest.mark.parametrize("experts", [(2, 8, 4), (2, 32, 1)])
 def test_a_mixture_of_experts_on_64_ranks(experts: tuple[int, int, int]) -> None:
-    plan = planned(small_deepseek(experts))
+    plan = planned_case(small_deepseek(experts))
     assert plan.ranks == tuple(range(64))
     assert len(plan.assignments) > 8 * 64
     check_balance(plan)
@@ -136,7 +136,7 @@ def test_a_mixture_of_experts_on_64_ranks(experts: tuple[int, int, int]) -> None
 
 @pytest.mark.parametrize("layers", [4, 20, 126])
 def test_a_dense_model_on_64_ranks(layers: int) -> None:
-    plan = planned(small_llama(layers))
+    plan = planned_case(small_llama(layers))
     assert len(plan.assignments) == 7 * layers
     check_balance(plan)
     check_cover(plan)
@@ -153,7 +153,7 @@ def test_a_dense_model_on_64_ranks(layers: int) -> None:
 )
 def test_the_plans_of_the_benchmark(name: str) -> None:
     case = plans.CASES[name]
-    plan = planned(case)
+    plan = planned_case(case)
     assert plan.ranks == tuple(range(case.ranks))
     check_balance(plan)
     check_cover(plan)
@@ -179,7 +179,7 @@ def test_a_rank_plans_the_largest_model_within_its_memory() -> None:
 
 
 def test_experts_that_one_rank_holds_whole_stay_there() -> None:
-    plan = planned(small_deepseek((2, 32, 1)))  # two experts of each layer, on two replicas
+    plan = planned_case(small_deepseek((2, 32, 1)))  # two experts of each layer, on two replicas
     check_balance(plan)
     experts = [a for a in plan.assignments if ".experts." in a.matrix.parameter]
     assert len(experts) == 4 * 64 * 3
@@ -206,7 +206,7 @@ def test_below_what_the_busiest_rank_must_carry_experts_stay() -> None:
 GPT2 = (("qkv", (2304, 768), ("rows", 768, 768, 768)), ("o", (768, 768), None), ("up", (3072, 768), None))
 
 
-def hsdp(mesh: tuple[int, int], layers: int) -> Plan:
+def hsdp_layers(mesh: tuple[int, int], layers: int) -> Plan:
     """FSDP over the second axis, replicas over the first."""
     parameters = []
     ranks = tuple(range(math.prod(mesh)))
@@ -220,7 +220,7 @@ def hsdp(mesh: tuple[int, int], layers: int) -> Plan:
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (4, 4)])
 def test_hsdp_divides_the_work_over_all_replicas(mesh: tuple[int, int]) -> None:
-    plan = hsdp(mesh, 24)
+    plan = hsdp_layers(mesh, 24)
     assert len(plan.loads) == math.prod(mesh)
     check_balance(plan)
     assert max(plan.loads.values()) * math.prod(mesh) <= 1.05 * sum(plan.loads.values())
@@ -232,7 +232,7 @@ def test_hsdp_divides_the_work_over_all_replicas(mesh: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("mesh", "layers"), [((2, 4), 1), ((4, 2), 1), ((4, 4), 2), ((2, 8), 2), ((16, 16), 8)])
 def test_fewer_matrices_than_ranks_are_spread_over_the_replicas(mesh: tuple[int, int], layers: int) -> None:
-    plan = hsdp(mesh, layers)
+    plan = hsdp_layers(mesh, layers)
     owners = [assignment.owner for assignment in plan.assignments]
     assert len(owners) == len(set(owners)) == 6 * layers
     replicas = Counter(owner // mesh[1] for owner in owners)

@@ -17,7 +17,7 @@ KINDS = (OptimizerConfig, DistributedDataParallelConfig)
 STATES = ("works", "works for `adam`", "works for `torch_dist`", "refused", "Megatron's", "untested")
 
 
-def states() -> dict[tuple[str, str], str]:
+def states_of_fields() -> dict[tuple[str, str], str]:
     """Return the state of each argument and field on the page, by "" or the field's class, and the field's name."""
     found: dict[tuple[str, str], str] = {}
     for line in PAGE.splitlines():
@@ -35,7 +35,7 @@ def states() -> dict[tuple[str, str], str]:
 
 def fields() -> dict[tuple[str, str], str | None]:
     """Return the state of each field of Megatron's configurations; None if the page does not have it."""
-    known = states()
+    known = states_of_fields()
     names = {kind: [field.name for field in dataclasses.fields(kind)] for kind in KINDS}
     return {
         (kind.__name__, name): known.get((kind.__name__, name), known.get(("", name)))
@@ -47,13 +47,16 @@ def fields() -> dict[tuple[str, str], str | None]:
 def test_the_page_has_every_field() -> None:
     """A field that is new in Megatron fails here until somebody has decided what it means."""
     assert [key for key, state in fields().items() if state is None] == []
-    of_groups = {name for of, name in states() if of == "config_overrides"}
+    of_groups = {name for of, name in states_of_fields() if of == "config_overrides"}
     assert of_groups == {*ParamGroupOverride.__annotations__, "lr", "weight_decay", "lr_mult", "optimizer", "eps"}
 
 
 def test_the_page_and_the_refusals_agree() -> None:
     """Whatever version of Megatron is installed: no version has all fields that are refused."""
-    known, tables = states(), {"OptimizerConfig": refusals._OPTIMIZER, "DistributedDataParallelConfig": refusals._DDP}
+    known, tables = (
+        states_of_fields(),
+        {"OptimizerConfig": refusals._OPTIMIZER, "DistributedDataParallelConfig": refusals._DDP},
+    )
     refused = {(of, name) for of, table in tables.items() for name in table} - {("OptimizerConfig", "optimizer")}
     assert {key for key in refused if known.get(key, known.get(("", key[1]))) != "refused"} == set()
     # use_torch_fsdp2 and others are no fields; those of both configurations are refused in one of them.

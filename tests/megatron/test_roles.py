@@ -269,7 +269,7 @@ def test_parts_of_later_kinds_of_latent_attention_are_matrices_of_their_own(work
         }
 
 
-def flattened() -> None:
+def flattened_weights() -> None:
     shape = Shape(model=MOE)
     host.begin(shape)
     weights = {f"weight{i}": nn.Parameter(torch.zeros(32, 96)) for i in (1, 2)}
@@ -279,7 +279,7 @@ def flattened() -> None:
 @pytest.mark.skipif(host.LATER, reason="megatron-core after 0.16 has no GroupedMLP")
 def test_experts_in_one_flat_weight_are_refused_by_split_params(workers) -> None:
     """Their shape, hidden × (experts · ffn), is not how their memory is read: one wrong matrix for all experts."""
-    for outcome in workers(2).run_expecting_errors(flattened):
+    for outcome in workers(2).run_expecting_errors(flattened_weights):
         assert outcome.error is ValueError
         assert "weight1: found all experts of a GroupedMLP in weight1" in outcome.message
         assert "Set moe_grouped_gemm=False" in outcome.message

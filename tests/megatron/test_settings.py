@@ -54,7 +54,7 @@ OVERRIDES: dict[str, Any] = {
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 
-def scheduled(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, list[float]]:
+def scheduled_groups(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, list[float]]:
     """For each parameter its rate and its decay at step 0 of ten, then at 3, 6 and 12, for each style of decaying."""
     optimizer = make(config, chunks, overrides)
     found: dict[str, list[float]] = {}
@@ -93,8 +93,8 @@ def of_style(optimizer: Any, chunks: Any, style: str) -> dict[str, list[float]]:
 def both(overrides: str, settings: dict[str, Any]) -> None:
     host.begin(NORMS)
     chunks, config = host.chunks_of(NORMS), host.optimizer_config(NORMS, **{"min_lr": 0.002, **settings})
-    theirs = scheduled(megatrons, config, chunks, OVERRIDES[overrides])
-    ours = scheduled(get_megatron_optimizer, config, chunks, OVERRIDES[overrides])
+    theirs = scheduled_groups(megatrons, config, chunks, OVERRIDES[overrides])
+    ours = scheduled_groups(get_megatron_optimizer, config, chunks, OVERRIDES[overrides])
     assert ours.keys() == theirs.keys()
     differing = {name: (ours[name], theirs[name]) for name in ours if ours[name] != pytest.approx(theirs[name])}
     assert differing == {}
@@ -140,7 +140,9 @@ def test_our_arguments_and_megatrons_decide_about_decay_together(workers) -> Non
 def without_a_least_rate() -> None:
     """OptimizerConfig without ``min_lr``, its default: the scheduler's counts."""
     host.begin(NORMS)
-    found = scheduled(get_megatron_optimizer, host.optimizer_config(NORMS, min_lr=None), host.chunks_of(NORMS), None)
+    found = scheduled_groups(
+        get_megatron_optimizer, host.optimizer_config(NORMS, min_lr=None), host.chunks_of(NORMS), None
+    )
     assert {values[-2] for values in found.values()} == {0.002}
 
 

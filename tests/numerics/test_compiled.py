@@ -50,12 +50,12 @@ SIZES = [(1, 1), (13, 1), (1, 13), (3, 50), (12, 32), (37, 39), (128, 128), (130
 SIZES += [(32, 64), (33, 2048), (64, 4096), (300, 2100)]
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
+def random_bf16(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def symmetric(rows: int, batch: int, seed: int) -> Tensor:
-    x = random(batch, rows, rows, seed=seed) / rows**0.5
+    x = random_bf16(batch, rows, rows, seed=seed) / rows**0.5
     return x.triu() + x.triu(1).mT
 
 
@@ -100,7 +100,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
 def test_products_against_fp64(rows: int, cols: int, batch: int, table: kernels.Matmuls) -> None:
-    x, a, b, c = random(batch, rows, cols) / cols**0.5, *(symmetric(rows, batch, seed) for seed in (1, 2, 3))
+    x, a, b, c = random_bf16(batch, rows, cols) / cols**0.5, *(symmetric(rows, batch, seed) for seed in (1, 2, 3))
     before = [t.clone() for t in (x, a, b, c)]
     xd, ad, bd, cd = (t.double() for t in (x, a, b, c))
     square, low, long = torch.full_like(a, torch.nan), torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
@@ -138,7 +138,7 @@ def test_what_is_added_is_rounded_once(table: kernels.Matmuls) -> None:
     assert torch.equal(out, torch.full_like(out, 1 + 2**-7))
 
 
-def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+def all_products(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     """Every product of a table, bits to be compared."""
     squares, long = [torch.empty_like(a) for _ in range(8)], torch.empty_like(x)
     each = torch.linspace(0.5, 2.0, len(x))[:, None, None]
@@ -161,12 +161,12 @@ def all_of(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tens
 def test_bits_depend_neither_on_the_batch_nor_on_threads(
     rows: int, cols: int, threads: None, table: kernels.Matmuls
 ) -> None:
-    x, a, b = random(3, rows, cols), symmetric(rows, 3, 1), symmetric(rows, 3, 2)
+    x, a, b = random_bf16(3, rows, cols), symmetric(rows, 3, 1), symmetric(rows, 3, 2)
     torch.set_num_threads(1)
-    expected = all_of(table, x, a, b)
+    expected = all_products(table, x, a, b)
     for count in (2, 3, 5):
         torch.set_num_threads(count)
-        assert all(map(torch.equal, all_of(table, x, a, b), expected)), count
+        assert all(map(torch.equal, all_products(table, x, a, b), expected)), count
     torch.set_num_threads(1)
     each = torch.linspace(0.5, 2.0, 3)[:, None, None]
     for n in range(3):
@@ -183,7 +183,7 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
     """All variants that run here, with other tiles; also rows that bf16 instructions take for zero."""
     best = compiled.library().variant
     for rows, cols in ((37, 39), (130, 259)):
-        x, a, b = random(2, rows, cols), symmetric(rows, 2, 1), symmetric(rows, 2, 2)
+        x, a, b = random_bf16(2, rows, cols), symmetric(rows, 2, 1), symmetric(rows, 2, 2)
         tiny = x.clone()
         tiny[:, ::10] *= 2.0**-120
         tiny[:, ::15] *= 2.0**-8
@@ -192,13 +192,15 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
             for variant in RUNS[best]:
                 with monkeypatch.context() as patch:
                     patch.setattr(compiled, "library", lambda _="", other=compiled.library, own=variant: other(own))
-                    found[variant] = [*all_of(TABLE, y, a, b), *loaded(y)]
+                    found[variant] = [*all_products(TABLE, y, a, b), *loaded(y)]
             for variant in RUNS[best]:
                 assert all(map(torch.equal, found[variant], found[best])), variant
 
 
 def test_the_mode_of_the_processor_is_given_back(table: kernels.Matmuls) -> None:
-    table.multiply(random(1, 40, 50), None, [], torch.empty(1, 40, 40, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1))
+    table.multiply(
+        random_bf16(1, 40, 50), None, [], torch.empty(1, 40, 40, dtype=torch.bfloat16), scale=torch.ones(1, 1, 1)
+    )
     assert torch.tensor(1e-30).mul(1e-10).item() > 0, "numbers below 2^-126 are numbers again"
 
 
@@ -214,7 +216,7 @@ def loaded(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("exponent", [-133, -126, -100, 0, 60, 125])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 64), (130, 70), (90, 900)])
 def test_load_is_that_of_torch_s_operations(shape: tuple[int, int], exponent: int) -> None:
-    x = (random(3, *shape).clamp(-2, 2).double() * 2.0**exponent).bfloat16()
+    x = (random_bf16(3, *shape).clamp(-2, 2).double() * 2.0**exponent).bfloat16()
     x[1] = 0
     expected = torch.empty(3, *sorted(shape), dtype=torch.bfloat16)
     norms = load(x, expected, as_batch=False)
@@ -226,7 +228,7 @@ def test_load_is_that_of_torch_s_operations(shape: tuple[int, int], exponent: in
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_load_says_that_a_matrix_is_not_finite(bad: float) -> None:
-    x = random(3, 20, 31)
+    x = random_bf16(3, 20, 31)
     x[1, 19, 30] = bad
     norms = loaded(x)[1].flatten()
     assert norms[1].isnan()
@@ -235,7 +237,7 @@ def test_load_says_that_a_matrix_is_not_finite(bad: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 17), (64, 200), (131, 70)])
 def test_rows_and_transposes(shape: tuple[int, int]) -> None:
-    x, y = random(2, *shape), random(2, *shape, seed=1)
+    x, y = random_bf16(2, *shape), random_bf16(2, *shape, seed=1)
     assert TABLE.exact is not None
     expected = (x.double() * y.double()).sum(-1)
     torch.testing.assert_close(TABLE.exact.row_products(x, y).double(), expected, rtol=1e-5, atol=1e-5)
@@ -252,7 +254,7 @@ def test_rows_and_transposes(shape: tuple[int, int]) -> None:
 def test_it_is_as_near_to_the_polar_factor_as_torch_s(
     shape: tuple[int, ...], coefficients: str, name: mm.KernelName
 ) -> None:
-    x = random(*shape).float()
+    x = random_bf16(*shape).float()
     u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
     found, usual = (
         float((orthogonalize(x, coefficients=coefficients, kernels=each).double() - u @ vh).norm() / (u @ vh).norm())
@@ -283,7 +285,7 @@ def test_all_steps_in_one_call_have_the_bits_of_single_steps(
     options: dict[str, Any] = {"steps": None, "method": "auto", "dtype": torch.bfloat16, "kernels": name}
     variants = ["amx"] if name == "amx" else RUNS[compiled.library().variant]
     for shape in SMALL:
-        x = random(7, *shape).float()
+        x = random_bf16(7, *shape).float()
         x[1:4] *= torch.tensor([1e-38, 1e37, 0.0])[:, None, None]
         x[4] *= 10.0 ** torch.linspace(-12, 0, shape[0])[:, None]
         x[5, -1, 0], x[6, 0, -1] = math.inf, math.nan
@@ -307,7 +309,7 @@ def test_all_steps_in_one_call_have_the_bits_of_single_steps(
 
 def test_a_matrix_of_another_batch_does_not_decide_what_is_added() -> None:
     """0 times infinity is NaN, so that a summand whose factor is 0 is left out for each matrix or for none."""
-    x, a = random(2, 5, 9), symmetric(5, 2, 1)
+    x, a = random_bf16(2, 5, 9), symmetric(5, 2, 1)
     x[0, 0, 0] = math.inf
     scale = torch.tensor([1.0, math.nan])[:, None, None]
     both = TABLE.multiply(a, x, [(x, 0.0)], torch.empty_like(x), scale=scale, symmetric=False)
@@ -318,7 +320,7 @@ def test_a_matrix_of_another_batch_does_not_decide_what_is_added() -> None:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
 def test_all_steps_on_one_gram_matrix_are_as_accurate_as_one_by_one(seed: int) -> None:
     """Spectra over which bf16 Gram matrices alone would be off; singular values stay below 1.2 (1.37 without `low`)."""
-    u, _, vh = torch.linalg.svd(random(384, 800, seed=seed).double(), full_matrices=False)
+    u, _, vh = torch.linalg.svd(random_bf16(384, 800, seed=seed).double(), full_matrices=False)
     along = torch.linspace(0, 1, 384, dtype=torch.float64)
     for s in (10 ** (-along), 10 ** (-2 * along), 10 ** (-4 * along), (along > 0.1) + 1e-3, (along < 0.02) + 0.01):
         x = ((u * s) @ vh).bfloat16()
@@ -334,7 +336,7 @@ def test_all_steps_on_one_gram_matrix_are_as_accurate_as_one_by_one(seed: int) -
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
 def test_all_steps_at_once_are_the_polynomials(steps: int) -> None:
     """Against the polynomials in fp64; deflation has little to bring down, since all values are near each other."""
-    u, _, vh = torch.linalg.svd(random(384, 800).double(), full_matrices=False)
+    u, _, vh = torch.linalg.svd(random_bf16(384, 800).double(), full_matrices=False)
     s = torch.linspace(0.9, 1.0, 384, dtype=torch.float64)
     found = orthogonalize(
         ((u * s) @ vh).bfloat16(), coefficients="deflated", steps=steps, kernels="compiled", method="gram"
@@ -351,7 +353,7 @@ def test_all_steps_at_once_are_the_polynomials(steps: int) -> None:
 @pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])
 def test_a_non_finite_matrix_stays_alone(coefficients: str, bad: float) -> None:
     for rows, cols in ((24, 40), (384, 900)):
-        x = random(3, rows, cols).float()
+        x = random_bf16(3, rows, cols).float()
         expected = orthogonalize(x, coefficients=coefficients, kernels="compiled")
         x[1, 3, 5] = bad
         result = orthogonalize(x, coefficients=coefficients, kernels="compiled")
@@ -368,7 +370,7 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
         return orthogonalize(y, coefficients=coefficients, kernels=name)
 
     for shape in ((8, 8), (17, 40), (100, 131), (384, 800)):
-        x = random(5, *shape)
+        x = random_bf16(5, *shape)
         torch.set_num_threads(1)
         alone = torch.stack([run(one.clone()) for one in x])
         assert torch.equal(run(x), alone)
@@ -428,11 +430,11 @@ def test_without_a_library(no_library: Path, content: Callable[[], bytes | None]
     with pytest.raises(
         ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"
     ) as e:
-        orthogonalize(random(4, 4), kernels="compiled")
+        orthogonalize(random_bf16(4, 4), kernels="compiled")
     assert told in str(e.value)
     with pytest.raises(ValueError, match='Write kernels="auto"'):
         mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled")
-    x = random(100, 130)
+    x = random_bf16(100, 130)
     assert torch.equal(orthogonalize(x), orthogonalize(x, kernels="torch"))
 
 
@@ -537,7 +539,7 @@ def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
 
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
 def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
-    x, out = random(1, 20, 30), torch.empty(1, 20, 20, dtype=torch.bfloat16)
+    x, out = random_bf16(1, 20, 30), torch.empty(1, 20, 20, dtype=torch.bfloat16)
     given = {
         "dtype": (x, out.float()),
         "strides": (x, torch.empty(1, 20, 40, dtype=torch.bfloat16)[..., ::2]),
@@ -570,18 +572,18 @@ def test_auto_takes_them_where_they_gain(variant: str, amx: bool, monkeypatch: p
 def test_auto_has_the_bits_of_the_products_that_it_takes() -> None:
     order, gain = kernels.auto_takes()
     for rows in (16, 40, 128, 400, 600):
-        x = random(2, rows, 610)
+        x = random_bf16(2, rows, 610)
         name = "compiled" if order and rows in gain else "torch"
         assert torch.equal(orthogonalize(x), orthogonalize(x, kernels=name)), (rows, name)
     if order and gain.stop > 384:
-        x = random(600, 1210)
+        x = random_bf16(600, 1210)
         both = (orthogonalize(x, coefficients="deflated", kernels=name) for name in ("auto", "compiled"))
         assert torch.equal(*both)
 
 
 def test_what_it_is_not_for() -> None:
     with pytest.raises(ValueError, match=r"found torch.float32; needed bf16. Write kernels=\"auto\""):
-        orthogonalize(random(4, 4), kernels="compiled", dtype=torch.float32)
+        orthogonalize(random_bf16(4, 4), kernels="compiled", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"found torch.float32; needed bf16"):
         mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled", compute_dtype=torch.float32)
     with pytest.raises(ValueError, match="found a matrix on meta; needed one on a CPU"):
@@ -597,7 +599,7 @@ def test_what_it_is_not_for() -> None:
 def test_a_step_is_made_of_the_same_products(coefficients: str, name: mm.KernelName) -> None:
     """Small matrices in batches, one large and tall: each weight moves by what `orthogonalize` says."""
     shapes = [(20, 31)] * 5 + [(31, 20)] * 2 + [(900, 390)]
-    weights = [torch.nn.Parameter(random(*shape, seed=n).float()) for n, shape in enumerate(shapes)]
+    weights = [torch.nn.Parameter(random_bf16(*shape, seed=n).float()) for n, shape in enumerate(shapes)]
     before = [weight.detach().clone() for weight in weights]
     optimizer = mm.Muon(
         weights,
@@ -609,9 +611,9 @@ def test_a_step_is_made_of_the_same_products(coefficients: str, name: mm.KernelN
         ns_coefficients=coefficients,
     )
     for n, weight in enumerate(weights):
-        weight.grad = random(*weight.shape, seed=50 + n).float()
+        weight.grad = random_bf16(*weight.shape, seed=50 + n).float()
     optimizer.step()
     for n, (weight, was) in enumerate(zip(weights, before, strict=True)):
-        update = orthogonalize(random(*weight.shape, seed=50 + n), coefficients=coefficients, kernels=name).float()
+        update = orthogonalize(random_bf16(*weight.shape, seed=50 + n), coefficients=coefficients, kernels=name).float()
         expected = was - 0.1 * mm.update_scale(*weight.shape, "match_rms_adamw") * update
         torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-6)

@@ -27,14 +27,14 @@ def driver(folder: Path, variant: str, *options: str, source: Path = SOURCE) -> 
     return compile_c(folder / f"driver-{variant.replace(' ', '-')}", variant, sources, *options, *known)
 
 
-def ran(built: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
+def ran_sanitized(built: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1"}
     return subprocess.run([built, str(seed), str(count)], env=environment, capture_output=True, text=True, check=False)
 
 
 def bits_of(folder: Path, variant: str, seed: int, count: int) -> str:
     """Run a variant under the sanitizers, and return the number that all bits of its results follow from."""
-    done = ran(driver(folder, variant, *SANITIZED), seed, count)
+    done = ran_sanitized(driver(folder, variant, *SANITIZED), seed, count)
     assert done.returncode == 0, f"{variant}, {platform.machine()}: {done.stderr[-3000:]}"
     error, bits = done.stdout.split()
     assert float(error) < 1.01, variant
@@ -78,7 +78,7 @@ def faulty(folder: Path, right: str, wrong: str) -> Path:
 def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None) -> None:
     """A loop that writes whole vectors at the end of a row is found."""
     source = faulty(tmp_path, "else memcpy(to, &h, count * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
-    done = ran(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
+    done = ran_sanitized(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
     assert done.returncode != 0
     assert "ERROR: AddressSanitizer" in done.stderr
 
@@ -106,7 +106,7 @@ def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fa
     """In sums, in memory beside an operand, in the configuration that a call leaves, or as what a processor refuses."""
     right, wrong, told = FAULTS[fault]
     options = SANITIZED if told == "AddressSanitizer" else ("-O1",)
-    done = ran(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
+    done = ran_sanitized(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
     if told:
         assert told in done.stderr
     else:

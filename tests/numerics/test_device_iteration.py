@@ -50,7 +50,7 @@ def like_triton() -> Matmuls:
 TABLES = {"torch": torch_products(batch_limit=1), "triton": like_triton()}
 
 
-def on_device(
+def by_device_iteration(
     x: Tensor,
     table: Matmuls = TABLES["triton"],
     *others: Tensor,
@@ -106,7 +106,7 @@ def test_fp16_is_nearer_to_fp64_than_bf16_was(table: str, decades: int) -> None:
     expected = orthogonalize(x.double(), dtype=torch.float64)
     usual = relative_error(orthogonalize(x, method="standard", kernels="torch"), expected)
     for method in ("standard", "gram"):
-        found = on_device(x[None], TABLES[table], method=method)[0]
+        found = by_device_iteration(x[None], TABLES[table], method=method)[0]
         assert relative_error(found, expected) < (0.5 if decades == 1 else 0.3) * usual
         assert float(torch.linalg.matrix_norm(found.double(), 2)) < 1.13
 
@@ -119,12 +119,12 @@ def test_every_set_at_every_magnitude(name: CoefficientName, table: str) -> None
     x = (torch.randn(1, 24, 56, generator=torch.Generator().manual_seed(1)) * sizes).bfloat16()
     expected = orthogonalize(x, coefficients=name, dtype=torch.float64)
     for method in get_args(Method):
-        found = on_device(x, TABLES[table], coefficients=name, method=method)
+        found = by_device_iteration(x, TABLES[table], coefficients=name, method=method)
         assert relative_error(found[0], expected[0].double()) < 0.015
         assert torch.equal(found[1], found[0])
         assert torch.equal(found[2], found[0])
         assert not found[3].any()
-        exact = on_device(x.double(), TABLES[table], coefficients=name, method=method, dtype=torch.float64)
+        exact = by_device_iteration(x.double(), TABLES[table], coefficients=name, method=method, dtype=torch.float64)
         assert relative_error(exact[0], orthogonalize(x.double(), coefficients=name, dtype=torch.float64)[0]) < 1e-11
 
 
@@ -134,7 +134,7 @@ def test_entries_far_below_the_norm_are_not_rounded(table: str) -> None:
     x = torch.randn(1, 24, 56, generator=torch.Generator().manual_seed(1)).mul_(2.0**-20)
     x[0, 0, 0] = 1.0
     expected = orthogonalize(x.bfloat16(), dtype=torch.float64).double()
-    found = on_device(x.bfloat16(), TABLES[table])
+    found = by_device_iteration(x.bfloat16(), TABLES[table])
     assert relative_error(found[:, 1:, 1:], expected[:, 1:, 1:]) < 0.004
 
 
@@ -142,7 +142,7 @@ def test_entries_far_below_the_norm_are_not_rounded(table: str) -> None:
 def test_deflation_by_name(cols: int) -> None:
     x = (decaying(1, ROWS, cols).double() * torch.where(torch.arange(ROWS) < 5, 1e-28, 1e-30)[:, None]).bfloat16()
     expected = orthogonalize(x, coefficients="deflated", dtype=torch.float64)
-    assert relative_error(on_device(x[None], coefficients="deflated")[0], expected.double()) < 0.02
+    assert relative_error(by_device_iteration(x[None], coefficients="deflated")[0], expected.double()) < 0.02
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -153,7 +153,7 @@ def test_polynomials_of_any_length_and_size(length: int, table: str) -> None:
     steps = [[3.0, -3.0, *[1.0, -0.3, 0.02, 0.01][: length - 2]], [1.5, -0.5], [1.875, -1.25, 0.375], [1e-5, -1e-7]]
     expected = orthogonalize(x.double(), coefficients=steps, dtype=torch.float64)
     for method in ("standard", "gram"):
-        assert relative_error(on_device(x, TABLES[table], coefficients=steps, method=method), expected) < 0.03
+        assert relative_error(by_device_iteration(x, TABLES[table], coefficients=steps, method=method), expected) < 0.03
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -163,11 +163,11 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(dtype: torch.dtype, 
     x[0, 3, 5] = torch.inf
     for method in ("standard", "gram"):
         options: Any = {"method": method, "overwrite": overwrite}
-        found = on_device(x.clone(), **options)
+        found = by_device_iteration(x.clone(), **options)
         assert found.dtype == dtype
         assert found[0].isnan().all()
         for one, result in zip(x[1:], found[1:], strict=True):
-            assert torch.equal(on_device(one[None], method=method)[0], result)
-            assert torch.equal(on_device(one.mT.contiguous()[None], method=method)[0].mT, result)
+            assert torch.equal(by_device_iteration(one[None], method=method)[0], result)
+            assert torch.equal(by_device_iteration(one.mT.contiguous()[None], method=method)[0].mT, result)
             others = torch.ones(2, 40, 91, dtype=dtype), x[:1, :, :40].contiguous()  # of as many rows
-            assert torch.equal(on_device(one[None].clone(), TABLES["triton"], *others, **options)[0], result)
+            assert torch.equal(by_device_iteration(one[None].clone(), TABLES["triton"], *others, **options)[0], result)

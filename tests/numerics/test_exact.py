@@ -17,7 +17,7 @@ COVERS = (
 )
 
 
-def added(parts: list[Tensor]) -> Tensor:
+def added_exactly(parts: list[Tensor]) -> Tensor:
     """The sum of parts as ranks take it: the largest exponent of all, then the integers of all."""
     count = sum(part.numel() for part in parts)
     exponent = torch.stack([largest_exponent(part) for part in parts]).amax()
@@ -43,12 +43,12 @@ def awkward(kind: str, count: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["squares", "magnitudes", "cancelling", "tiny", "huge"])
 def test_neither_order_nor_grouping_changes_a_bit(kind: str, count: int) -> None:
     values = awkward(kind, count)
-    expected = added([values])
+    expected = added_exactly([values])
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         shuffled = values[torch.randperm(len(values), generator=generator)]
         borders = sorted(int(n) for n in torch.randint(0, len(values) + 1, (3,), generator=generator))
-        assert torch.equal(added(list(shuffled.tensor_split(borders))), expected)
+        assert torch.equal(added_exactly(list(shuffled.tensor_split(borders))), expected)
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000])
@@ -59,14 +59,14 @@ def test_the_sum_is_that_of_fractions(kind: str, count: int) -> None:
     largest = max(abs(Fraction(value)) for value in values.tolist())
     # Each number is rounded to 2**-76 of the largest one or less, and the sum once or twice.
     bound = abs(true) * Fraction(2) ** -52 + largest * len(values) * Fraction(2) ** -76
-    assert abs(Fraction(float(added([values]))) - true) <= bound
+    assert abs(Fraction(float(added_exactly([values]))) - true) <= bound
 
 
 def test_a_plain_sum_would_depend_on_the_order() -> None:
     """Else these tests would show nothing."""
     values = awkward("magnitudes", 1000)
     assert values.sum() != values.flip(0).cumsum(0)[-1]
-    assert torch.equal(added([values]), added([values.flip(0)]))
+    assert torch.equal(added_exactly([values]), added_exactly([values.flip(0)]))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -74,19 +74,19 @@ def test_a_plain_sum_would_depend_on_the_order() -> None:
 def test_what_is_not_finite_makes_the_sum_so(bad: float, count: int) -> None:
     """Two of them too, whose integers may add up to 0."""
     values = torch.tensor([1.0, *[bad] * count, 2.0], dtype=torch.float64)
-    assert added([torch.ones(5, dtype=torch.float64), values]).isnan()
+    assert added_exactly([torch.ones(5, dtype=torch.float64), values]).isnan()
 
 
 def test_zeros_and_nothing_add_up_to_zero() -> None:
     nothing = torch.empty(0, dtype=torch.float64)
-    assert float(added([nothing, torch.zeros(3, dtype=torch.float64)])) == 0.0
-    assert float(added([nothing])) == 0.0
-    assert float(added([nothing, torch.tensor([-3.0], dtype=torch.float64)])) == -3.0
+    assert float(added_exactly([nothing, torch.zeros(3, dtype=torch.float64)])) == 0.0
+    assert float(added_exactly([nothing])) == 0.0
+    assert float(added_exactly([nothing, torch.tensor([-3.0], dtype=torch.float64)])) == -3.0
 
 
 def test_a_sum_of_ones_counts() -> None:
     for count in (1, 3, 2**20 + 1):
-        assert float(added([torch.ones(count, dtype=torch.float64)])) == count
+        assert float(added_exactly([torch.ones(count, dtype=torch.float64)])) == count
 
 
 def test_as_many_numbers_as_a_matrix_may_have_do_not_overflow() -> None:

@@ -119,13 +119,13 @@ _svds: dict[tuple[torch.Size, bytes], tuple[Tensor, Tensor, Tensor]] = {}
 
 def svd(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """U, Σ and Vᴴ; computed once, since most sets of coefficients are tried on the same matrices."""
-    key = (x.shape, hashlib.blake2b(bits(x)).digest())
+    key = (x.shape, hashlib.blake2b(bytes_of(x)).digest())
     if key not in _svds:
         _svds[key] = torch.linalg.svd(x, full_matrices=False)
     return _svds[key]
 
 
-def bits(x: Tensor) -> bytes:
+def bytes_of(x: Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
@@ -265,7 +265,7 @@ def test_deflated_has_the_same_bits_on_one_thread_and_on_two() -> None:
         found = set()
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.add(bits(orthogonalize(x, coefficients="deflated", dtype=dtype)))
+            found.add(bytes_of(orthogonalize(x, coefficients="deflated", dtype=dtype)))
         torch.set_num_threads(before)
         assert len(found) == 1
 
@@ -335,7 +335,7 @@ def test_what_deflation_needs_more_of_is_decided_for_each_matrix(kernels: Any) -
     x = torch.stack([plateau(384, 800, count, rest) for count, rest in ((64, 0.01), (384, 1.0), (100, 0.01))])
     together = orthogonalize(x, coefficients="deflated", kernels=kernels)
     for one, found in zip(x, together, strict=True):
-        assert bits(orthogonalize(one, coefficients="deflated", kernels=kernels)) == bits(found)
+        assert bytes_of(orthogonalize(one, coefficients="deflated", kernels=kernels)) == bytes_of(found)
 
 
 @pytest.mark.parametrize(("method", "steps"), [("standard", 1), ("gram", 1), ("gram", 2)])
@@ -349,10 +349,10 @@ def test_deflated_takes_few_steps_with_torch_s_products_too(method: Any, steps: 
 def test_of_few_rows_deflated_is_polar_express() -> None:
     for shape in ((383, 500), (500, 383), (2, 12, 30)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        assert bits(orthogonalize(x, coefficients="deflated")) == bits(orthogonalize(x))
-        assert bits(orthogonalize(x, coefficients="deflated", steps=4)) == bits(orthogonalize(x, steps=6))
+        assert bytes_of(orthogonalize(x, coefficients="deflated")) == bytes_of(orthogonalize(x))
+        assert bytes_of(orthogonalize(x, coefficients="deflated", steps=4)) == bytes_of(orthogonalize(x, steps=6))
     x = matrix(384, 500, "gaussian")
-    assert bits(orthogonalize(x, coefficients="deflated")) != bits(orthogonalize(x))
+    assert bytes_of(orthogonalize(x, coefficients="deflated")) != bytes_of(orthogonalize(x))
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 12))])
@@ -401,10 +401,10 @@ def test_fp64_input_beyond_the_range_of_the_compute_dtype(exponent: int, dtype: 
 def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dtype: torch.dtype) -> None:
     for rows, cols in ((30, 70), (70, 30), (384, 390)):
         x = matrix(rows, cols, "gaussian").to(input_dtype)
-        expected = bits(orthogonalize(x, dtype=dtype, method=method))
+        expected = bytes_of(orthogonalize(x, dtype=dtype, method=method))
         for exponent in (1, 5) if input_dtype == torch.float16 else (-99, -37, 1, 64, 100):
             scaled = x * torch.tensor(2.0**exponent, dtype=input_dtype)
-            assert bits(orthogonalize(scaled, dtype=dtype, method=method)) == expected
+            assert bytes_of(orthogonalize(scaled, dtype=dtype, method=method)) == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -433,7 +433,7 @@ def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: t
 # --- bits -------------------------------------------------------------------------------------------------------
 
 
-def shapes() -> st.SearchStrategy[tuple[int, int]]:
+def awkward_shapes() -> st.SearchStrategy[tuple[int, int]]:
     small = st.tuples(st.integers(1, 150), st.integers(1, 150))
     awkward = st.sampled_from([(1, 40_000), (2, 33_000), (16, 9000), (17, 4100), (64, 4096), (383, 390), (384, 391)])
     return st.one_of(small, small, awkward)
@@ -445,7 +445,7 @@ def shapes() -> st.SearchStrategy[tuple[int, int]]:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # `threads` is the same for all examples
 )
-@given(shape=shapes(), seed=st.integers(0, 99), data=st.data())
+@given(shape=awkward_shapes(), seed=st.integers(0, 99), data=st.data())
 @pytest.mark.parametrize(
     "dtype", [dtype if dtype == torch.bfloat16 else pytest.param(dtype, marks=pytest.mark.soak) for dtype in DTYPES]
 )
@@ -464,15 +464,15 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
 
     alone = torch.stack([run(one.clone()) for one in x])
     together = run(x)
-    assert bits(together) == bits(alone)
+    assert bytes_of(together) == bytes_of(alone)
     # Another batch, a batch stride larger than the matrix, an address that is not aligned, transposed memory.
-    assert bits(torch.cat([run(x[:1]), run(x[1:])])) == bits(alone)
+    assert bytes_of(torch.cat([run(x[:1]), run(x[1:])])) == bytes_of(alone)
     apart = torch.zeros(count, rows * cols + seed + 1, dtype=input_dtype)[:, : rows * cols].view(count, rows, cols)
-    assert bits(run(apart.copy_(x))) == bits(alone)
+    assert bytes_of(run(apart.copy_(x))) == bytes_of(alone)
     shifted = torch.zeros(x.numel() + 3, dtype=input_dtype)[3:].view_as(x)
-    assert bits(run(shifted.copy_(x))) == bits(alone)
-    assert bits(run(x.mT.contiguous().mT)) == bits(alone)
-    assert bits(run(x.flip(0))) == bits(alone.flip(0))
+    assert bytes_of(run(shifted.copy_(x))) == bytes_of(alone)
+    assert bytes_of(run(x.mT.contiguous().mT)) == bytes_of(alone)
+    assert bytes_of(run(x.flip(0))) == bytes_of(alone.flip(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -484,8 +484,8 @@ def test_the_transposed_matrix_gives_the_transposed_result(
         x = matrix(rows, cols, "gaussian").to(input_dtype)
         for method in ("standard", "gram"):
             wide = orthogonalize(x, dtype=dtype, method=method)
-            assert bits(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bits(wide)
-            assert bits(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bits(wide)
+            assert bytes_of(orthogonalize(x.mT, dtype=dtype, method=method).mT) == bytes_of(wide)
+            assert bytes_of(orthogonalize(x.mT.contiguous(), dtype=dtype, method=method).mT) == bytes_of(wide)
 
 
 def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None:
@@ -498,8 +498,8 @@ def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None
             torch.set_num_threads(threads)
             together = load(x, torch.empty_like(x), as_batch=True)
             alone = [load(one[None], torch.empty_like(one[None]), as_batch=True) for one in x]
-            norms |= {bits(together), bits(torch.cat(alone))}
-            results.add(bits(orthogonalize(x)))
+            norms |= {bytes_of(together), bytes_of(torch.cat(alone))}
+            results.add(bytes_of(orthogonalize(x)))
         torch.set_num_threads(before)
         assert len(norms) == len(results) == 1, (count, rows, cols)
 
@@ -618,9 +618,9 @@ def test_where_auto_takes_gram() -> None:
 def test_auto_is_the_method_it_resolves_to() -> None:
     for rows, cols in ((384, 768), (384, 384)):
         x = matrix(rows, cols, "gaussian")
-        assert bits(orthogonalize(x)) == bits(orthogonalize(x, method=resolve_method(rows, cols)))
+        assert bytes_of(orthogonalize(x)) == bytes_of(orthogonalize(x, method=resolve_method(rows, cols)))
     x = matrix(384, 768, "gaussian")
-    assert bits(orthogonalize(x, method="gram")) != bits(orthogonalize(x, method="standard"))
+    assert bytes_of(orthogonalize(x, method="gram")) != bytes_of(orthogonalize(x, method="standard"))
 
 
 @pytest.fixture(scope="module")

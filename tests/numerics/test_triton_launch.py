@@ -17,7 +17,7 @@ COVERS = ("numerics.kernels.triton_launch.Launch",)
 ROOT = Path(__file__).parents[2]
 
 
-def told(tmp_path: Path, *options: str) -> list[Any]:
+def told_to_driver(tmp_path: Path, *options: str) -> list[Any]:
     """Return what `tests.support.launches` prints."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     library = tmp_path / "libcuda.so.1"
@@ -37,7 +37,7 @@ def test_a_launch_tells_the_device_what_tritons_own_would(tmp_path: Path) -> Non
 
     Shapes, strides, dtypes and addresses follow each other, of which each asks for other code under the same name.
     """
-    launches = told(tmp_path)
+    launches = told_to_driver(tmp_path)
     assert len(launches) > 20
     for launch in launches:
         assert launch["found"] == [launch["expected"]] * 2, launch["name"]
@@ -47,7 +47,7 @@ def test_a_launch_tells_the_device_what_tritons_own_would(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_what_is_started_again_is_what_was_worked_out(tmp_path: Path) -> None:
     """The same kernels in the same order on the same stream, with the addresses of the tensors that are given now."""
-    (cases,) = told(tmp_path, "--again")
+    (cases,) = told_to_driver(tmp_path, "--again")
     assert len(cases) == 2
     for case in cases:
         first, *others = case["launches"]

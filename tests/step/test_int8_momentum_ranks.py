@@ -29,13 +29,15 @@ class Bag(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
 
-def random(name: str, seed: int) -> Tensor:
+def random_of_parameter(name: str, seed: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + len(name)))
 
 
 def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None) -> tuple[Bag, mm.Muon]:
     """A model sharded along a dim, or alone on this rank; in bf16 if its weights are rounded at random."""
-    values = {name: random(name, 0).to(torch.float32 if rounded is None else torch.bfloat16) for name in SHAPES}
+    values = {
+        name: random_of_parameter(name, 0).to(torch.float32 if rounded is None else torch.bfloat16) for name in SHAPES
+    }
     if dim is not None:
         mesh = mesh_of((dist.get_world_size(),))
         values = {name: distribute_tensor(value, mesh, [Shard(dim % value.ndim)]) for name, value in values.items()}
@@ -52,7 +54,7 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: in
 def train(model: Bag, optimizer: mm.Muon, steps: range) -> None:
     for step in steps:
         for name, parameter in model.named_parameters():
-            gradient = random(name, 10 * step + 1).to(parameter.dtype)
+            gradient = random_of_parameter(name, 10 * step + 1).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             parameter.grad = gradient
@@ -161,12 +163,12 @@ def shared_and_planned_again() -> bool:
     """Two replicas share int8 momentum; a new plan compares replicas, whose scales are of different parts."""
     weights = []
     for shared in (True, False):
-        weight = nn.Parameter(random("wide", 0))
+        weight = nn.Parameter(random_of_parameter("wide", 0))
         optimizer = mm.Muon([("wide", weight)], lr=0.02, process_group="world", state_dtype="int8", shard_state=shared)
         for number in range(4):
             if number == 2:
                 optimizer.param_groups[0]["ns_steps"] = 4
-            weight.grad = random("wide", number)
+            weight.grad = random_of_parameter("wide", number)
             optimizer.step()
         weights.append(weight.detach())
     return torch.equal(*weights)

@@ -55,7 +55,7 @@ def sharded(kind: str) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])  # type: ignore[return-value]
 
 
-def stored(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+def stored_weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """What this rank has of the weights and of their state."""
     held = [what for state in optimizer.state.values() for what in state.values() if isinstance(what, Tensor)]
     return [t.to_local() if isinstance(t, DTensor) else t for t in (*(p.detach() for p in model.parameters()), *held)]
@@ -68,11 +68,11 @@ def audited(kind: str) -> dict[str, dict[str, str]]:
     backward(model)
     gradients = [p.grad for p in model.parameters()]
     ours.step()
-    before = [one.clone() for one in stored(model, ours)]
+    before = [one.clone() for one in stored_weights(model, ours)]
     reports = {"ours": mm.audit(ours, model), "torch": mm.audit(torchs(getattr(model, "module", model)), model)}
     reports["local"] = mm.audit(LocalMuon(model.parameters()), model)
     assert len(before) > len(gradients)
-    assert all(map(torch.equal, before, stored(model, ours)))
+    assert all(map(torch.equal, before, stored_weights(model, ours)))
     assert all(p.grad is kept for p, kept in zip(model.parameters(), gradients, strict=True))
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, {name: str(report) for name, report in reports.items()})
@@ -124,7 +124,7 @@ def test_replicas_that_end_apart_are_told(workers: Callable[[int], Pool]) -> Non
     assert workers(2).run(differing) == [{"replicas differ"}] * 2
 
 
-def stages() -> dict[str, str]:
+def audited_stages() -> dict[str, str]:
     stage = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(12, 20), "shared": nn.Linear(20, 12)})
     with torch.no_grad():
         for one in stage.parameters():
@@ -134,7 +134,7 @@ def stages() -> dict[str, str]:
 
 
 def test_ranks_may_have_other_weights(workers: Callable[[int], Pool]) -> None:
-    first, second = workers(2).run(stages)
+    first, second = workers(2).run(audited_stages)
     assert first == second
     assert {name for name, verdict in first.items() if verdict == "orthogonalized"} == {
         "layer0.weight",

@@ -34,7 +34,7 @@ class Pieces(torch.optim.Muon):
         super().__init__(views, lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
 
-def judged(build: Any) -> Any:
+def judged_contender(build: Any) -> Any:
     torch.manual_seed(0)
     layout = workload.LAYOUTS["one"]
     matrices = workload.Workload(((96, 192), (96, 96), (192, 96)), 1, layout)
@@ -44,7 +44,7 @@ def judged(build: Any) -> Any:
 
 
 def test_a_whole_matrix_passes() -> None:
-    result = judged(lambda parameters, layout: Pieces(parameters, 1))
+    result = judged_contender(lambda parameters, layout: Pieces(parameters, 1))
     assert result.problem == ""
     assert list(result.milliseconds) == [1.0]
     low, high = result.singular_values
@@ -60,7 +60,7 @@ def test_what_is_not_orthogonal_gets_no_figures(name: str) -> None:
         "adamw": lambda parameters, layout: torch.optim.AdamW(parameters),
         "nothing": lambda parameters, layout: torch.optim.SGD(parameters, lr=0.0),
     }[name]
-    result = judged(build)
+    result = judged_contender(build)
     assert result.problem == "the update is not orthogonal"
     assert list(result.milliseconds) == []
 

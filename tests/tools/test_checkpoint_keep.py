@@ -30,7 +30,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir() if path.name[-8:].isdigit())
 
 
-def cut(path: Path) -> None:
+def cut_last_byte(path: Path) -> None:
     (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1])
 
 
@@ -42,7 +42,7 @@ def break_manifest(path: Path) -> None:
     (path / MANIFEST_FILE).write_text("{")
 
 
-@pytest.mark.parametrize("damage", [cut, lose, break_manifest], ids=["cut", "file gone", "manifest"])
+@pytest.mark.parametrize("damage", [cut_last_byte, lose, break_manifest], ids=["cut", "file gone", "manifest"])
 def test_it_goes_on_from_the_newest_that_is_whole_and_the_next_one_replaces_all(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -96,15 +96,15 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def command(*arguments: str) -> Any:
+def run_audit(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["audit", *arguments])
 
 
 def test_a_report_and_an_exit_code(script: Path) -> None:
-    result = command(str(script), "ours")
+    result = run_audit(str(script), "ours")
     assert result.exit_code == 0, result.output
     assert "Nothing to mend if the guesses are right." in result.stdout
-    result = command(str(script), "--json", "adamw")
+    result = run_audit(str(script), "--json", "adamw")
     assert result.exit_code == 1
     rows = {row["weight"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["up.weight"]["verdict"] == "elementwise"
@@ -113,7 +113,7 @@ def test_a_report_and_an_exit_code(script: Path) -> None:
 
 @pytest.mark.parametrize(("name", "told"), [("train.py", "found nothing there"), ("", "found a folder")])
 def test_what_is_no_script_is_told(name: str, told: str, tmp_path: Path) -> None:
-    result = command(str(tmp_path / name))
+    result = run_audit(str(tmp_path / name))
     assert result.exit_code == 2
     assert f"muonmesh audit: {tmp_path / name}: {told}; needed a training script. Write muonmesh audit train.py" in (
         result.stderr.replace("\n", "")
@@ -128,7 +128,7 @@ def training(tmp_path: Path) -> Path:
 
 
 def test_a_script_runs_until_its_first_step(training: Path) -> None:
-    result = command(str(training), "--json", "--", "--lr", "1")
+    result = run_audit(str(training), "--json", "--", "--lr", "1")
     assert "arguments ['--lr', '1']" in result.stderr
     report = json.loads(result.stdout)
     assert report["optimizer"] == "torch.optim.adamw.AdamW and torch.optim.Muon"
@@ -146,7 +146,7 @@ def test_a_script_runs_until_its_first_step(training: Path) -> None:
     ],
 )
 def test_scripts_that_show_no_step(training: Path, option: str, told: str) -> None:
-    result = command(str(training), "--", option)
+    result = run_audit(str(training), "--", option)
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(rf"{told}.*Write print\(muonmesh\.audit\(optimizer, model\)\)", result.stderr)
 
@@ -159,7 +159,7 @@ def test_scripts_that_show_no_step(training: Path, option: str, told: str) -> No
     ],
 )
 def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, kind: str, told: str) -> None:
-    result = command(str(script), kind)
+    result = run_audit(str(script), kind)
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(told, result.stderr, re.DOTALL)
 

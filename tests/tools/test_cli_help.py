@@ -33,7 +33,7 @@ def shown(*line: str, width: int = 80) -> str:
     return result.stdout
 
 
-def run(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_command(*line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "muonmesh", *line]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
@@ -86,7 +86,7 @@ def test_each_example_names_options_that_there_are(command: str) -> None:
     ],
 )
 def test_a_wrong_line_is_told_on_stderr(line: tuple[str, ...], message: str) -> None:
-    done = run(*line)
+    done = run_command(*line)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -107,14 +107,14 @@ def test_a_line_to_write_is_quoted_for_the_shell() -> None:
 
 
 def test_the_version_is_that_of_the_package_and_of_torch() -> None:
-    assert run("--version").stdout == versions() + "\n"
+    assert run_command("--version").stdout == versions() + "\n"
     assert "muonmesh --version" in shown("-h")
     assert f"torch {torch.__version__.partition('+')[0]}" in versions()  # the installed package may not name its build
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    script = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    script = run_command("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_MUONMESH_COMPLETE=complete_bash" in script.stdout, script.stderr
     for typed, place, wanted in (("muonmesh do", "1", "doctor"), ("muonmesh plan --mes", "2", "--mesh")):
-        found = run(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place)
+        found = run_command(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place)
         assert found.stdout.split() == [wanted], found

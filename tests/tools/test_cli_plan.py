@@ -55,14 +55,14 @@ def test_parameters_lie_as_fsdp2_tensor_and_expert_parallelism_put_them() -> Non
     assert place(parse_cluster("tp=2,fsdp=2"), "q_proj.weight", (8, 8)) == (Shard(0), Shard(0))
 
 
-def command(*options: object) -> Any:
+def run_plan(*options: object) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, options)], env={"COLUMNS": "200"})
 
 
 def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text('{"wire": 1e6}')
     asked = ("--model", "nano", "--mesh", "hsdp=2x4", "--rates", tmp_path / "rates.json")
-    shown, written = command(*asked), command(*asked, "--json")
+    shown, written = run_plan(*asked), run_plan(*asked, "--json")
     assert (shown.exit_code, written.exit_code) == (0, 0), shown.stderr + written.stderr
     assert "layers.*.mlp.down_proj" in shown.stdout
     found = json.loads(written.stdout)
@@ -90,7 +90,7 @@ def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
 
 def test_a_rank_that_needs_more_memory_than_its_device_has_is_told(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text('{"memory": 1e7, "flops": 1e18, "published": 1e12}')
-    shown = command("--model", "nano", "--mesh", "ddp=2", "--rates", tmp_path / "rates.json").stdout
+    shown = run_plan("--model", "nano", "--mesh", "ddp=2", "--rates", tmp_path / "rates.json").stdout
     assert re.search(r"Rank 0 needs [\d.]+ MB even without activations, more than the 10.0 MB of its device", shown)
     assert re.search(r"limited by +host or device\s", shown)
     stored, adamw = (re.search(rf"stored in total{of} +([\d.]+) MB", shown) for of in ("", ", with AdamW for all"))
@@ -128,7 +128,7 @@ def test_the_page_has_every_rate_with_its_default() -> None:
 def test_a_rule_has_its_own_flops_and_memory() -> None:
     found = {}
     for rule in ("muon", "soap"):
-        result = command("--model", "nano", "--mesh", "fsdp=4", "--rule", rule, "--json")
+        result = run_plan("--model", "nano", "--mesh", "fsdp=4", "--rule", rule, "--json")
         assert result.exit_code == 0, result.stderr
         found[rule] = json.loads(result.stdout)
     assert found["soap"]["rule"] == "soap"
@@ -157,7 +157,7 @@ WRONG = {
 
 
 def test_a_budget_may_be_any_finite_number() -> None:
-    result = command("--model", "nano", "--mesh", "fsdp=2", "--memory-budget-mb", "1e308")
+    result = run_plan("--model", "nano", "--mesh", "fsdp=2", "--memory-budget-mb", "1e308")
     assert result.exit_code == 0, result.exception
 
 
@@ -167,14 +167,14 @@ def test_wrong_values_are_refused_with_what_to_write(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rates.json").write_text('{"flop": 1e12}')
-    result = command(*line.split())
+    result = run_plan(*line.split())
     assert result.exit_code == 2
     assert re.search(WRONG[line], result.stderr), result.stderr
     assert result.stderr.startswith("muonmesh plan: ")
 
 
 def test_a_known_model_has_the_parameters_that_it_is_known_for() -> None:
-    shown = command("--model", "llama-3.1-8b", "--mesh", "fsdp=8").stdout
+    shown = run_plan("--model", "llama-3.1-8b", "--mesh", "fsdp=8").stdout
     assert re.search(r"elements +8\.03B *\n *matrices +224\s", shown)
 
 
@@ -188,7 +188,7 @@ def test_known_models_have_the_published_number_of_parameters(model: str, elemen
 
 
 def test_it_ends_in_one_sentence() -> None:
-    shown = " ".join(command("--model", "llama-3-8b", "--mesh", "fsdp=64").stdout.split())
+    shown = " ".join(run_plan("--model", "llama-3-8b", "--mesh", "fsdp=64").stdout.split())
     assert re.search(
         r"A step adds [\d.]+( to [\d.]+)? ms to forward and backward on rank \d+, limited by the \w+( or \w+)?; "
         r"torch\.optim\.Muon would add [\d,.]+ to [\d,.]+ ms\.$",
@@ -197,7 +197,7 @@ def test_it_ends_in_one_sentence() -> None:
 
 
 def test_it_says_why_bf16_weights_save_nothing_over_adamw_and_tells_long_times_in_seconds() -> None:
-    shown = " ".join(command("--model", "llama-3-70b", "--mesh", "fsdp=64", "--weights", "bf16").stdout.split())
+    shown = " ".join(run_plan("--model", "llama-3-70b", "--mesh", "fsdp=64", "--weights", "bf16").stdout.split())
     stored = re.findall(r"bytes stored in total(?:, with AdamW for all)? +([\d.]+ GB)", shown)
     assert len(stored) == 2
     assert stored[0] == stored[1]

@@ -43,7 +43,7 @@ def give(model: nn.Module, seed: int) -> None:
         parameter.grad = random_fp64(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
 
 
-def apart(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
+def apart_after_steps(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
     """The distance of two ends, relative to the way from the start."""
     end = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     return {
@@ -52,7 +52,7 @@ def apart(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[
     }
 
 
-def named(model: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
+def named_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if name in names]
 
 
@@ -66,8 +66,8 @@ def copied(model: nn.Module) -> Any:
 
 
 def torch_pair(model: nn.Module) -> list[torch.optim.Optimizer]:
-    muon = torch.optim.Muon(named(model, MATRICES), lr=0.02, momentum=0.8, weight_decay=0.1)
-    return [muon, torch.optim.AdamW(named(model, REST), lr=0.003, betas=(0.8, 0.9), weight_decay=0.0)]
+    muon = torch.optim.Muon(named_state(model, MATRICES), lr=0.02, momentum=0.8, weight_decay=0.1)
+    return [muon, torch.optim.AdamW(named_state(model, REST), lr=0.003, betas=(0.8, 0.9), weight_decay=0.0)]
 
 
 @pytest.mark.parametrize("how", ["optimizers", "state dicts", "files"])
@@ -92,7 +92,7 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
         give(network, 3)
     for optimizer in (ours, *optimizers):
         optimizer.step()
-    found = apart(model, theirs, start)
+    found = apart_after_steps(model, theirs, start)
     assert [found[name] for name in REST] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
     assert max(found[name] for name in MATRICES) < 0.03, found
 
@@ -171,7 +171,7 @@ def test_the_next_step_is_theirs(name: str) -> None:
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
             parameter.copy_(ends[key])
-    assert max(apart(model, theirs, start).values()) < 1e-5
+    assert max(apart_after_steps(model, theirs, start).values()) < 1e-5
 
 
 # ------------------------------------------------------------------ names, order, ranks
@@ -243,7 +243,7 @@ class Program:
         return Path.touch, (Path("touched"),)
 
 
-def fine(model: nn.Module) -> dict[str, Any]:
+def fine_conversion(model: nn.Module) -> dict[str, Any]:
     return jordan_state(model, list(MATRICES), set(MATRICES))
 
 
@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 def test_what_does_not_fit_is_refused(how: str) -> None:
     spoil, said = REFUSED[how]
     model = Net()
-    saved = fine(model)
+    saved = fine_conversion(model)
     spoil(saved)
     with pytest.raises((mm.StateError, ValueError), match=said):
         convert(saved, mm.from_model(model), package="keller_jordan", params=[MATRICES, REST])
@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused(how: str) -> None:
 
 def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     model = Net()
-    ours, saved = mm.from_model(model), fine(model)
+    ours, saved = mm.from_model(model), fine_conversion(model)
     jordan: Any = {"package": "keller_jordan"}
     with pytest.raises(
         mm.StateError, match=r"that have numbers instead of names; needed their names.*Write params=\[\.\.\.\]"

@@ -46,7 +46,7 @@ GROUPS = {"groups": [{"name": "muon", "algorithm": "normuon", "settings": {"lr":
 GROUPS |= {"products": []}
 
 
-def ours(folder: Path) -> Path:
+def our_checkpoint(folder: Path) -> Path:
     write(folder / "state", STATE, GROUPS)
     return folder / "state"
 
@@ -115,11 +115,11 @@ def flip(path: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def cut(path: Path) -> None:
+def cut_data(path: Path) -> None:
     data(path).write_bytes(data(path).read_bytes()[:-9])
 
 
-def lose(path: Path) -> None:
+def lose_data(path: Path) -> None:
     data(path).unlink()
 
 
@@ -134,7 +134,7 @@ def act(path: Path) -> None:
 
 
 WHOLE: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "ours": (ours, "a checkpoint of muonmesh.checkpoint.save, whole"),
+    "ours": (our_checkpoint, "a checkpoint of muonmesh.checkpoint.save, whole"),
     "archive": (archive, "a file of torch.save, whole"),
 }
 
@@ -180,8 +180,8 @@ def test_the_file_of_one_rank_is_not_whole(workers: Callable[[int], Pool], tmp_p
     ("name", "damage", "told"),
     [
         ("ours", flip, "__0_0.distcp: its content has changed"),
-        ("ours", cut, "__0_0.distcp: found"),
-        ("ours", lose, "__0_0.distcp: found nothing there"),
+        ("ours", cut_data, "__0_0.distcp: found"),
+        ("ours", lose_data, "__0_0.distcp: found nothing there"),
         ("ours", link, "__0_0.distcp: found a link"),
         ("ours", act, ".metadata: found"),
         ("ours", lambda path: (path / MANIFEST_FILE).write_text("{"), "manifest.json: not JSON"),
@@ -191,7 +191,7 @@ def test_the_file_of_one_rank_is_not_whole(workers: Callable[[int], Pool], tmp_p
         ("ours", lambda path: (path / ".metadata").unlink(), ".metadata: found nothing there"),
         ("ours", lambda path: (path / MANIFEST_FILE).unlink(), "hashes that save wrote there last. Load another"),
         ("archive", flip, "found another checksum of s/data/0"),
-        ("archive", cut, "found"),
+        ("archive", cut_data, "found"),
     ],
 )
 def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_numbers_that_no_step_leaves_behind_are_damage_in_the_state_and_a_note_e
 
 
 def test_a_folder_may_be_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ours(tmp_path))
+    monkeypatch.chdir(our_checkpoint(tmp_path))
     assert doctor(Path("."))[0] == 0
     assert doctor(Path("/"))[0] == 2
 
@@ -258,7 +258,7 @@ def test_all_faults_of_a_run_stand_on_top_of_its_json(tmp_path: Path) -> None:
     for step in (1, 2):
         path = run / "checkpoints" / "muon" / f"step-{step:08d}"
         write(path, STATE, GROUPS)
-        cut(path)
+        cut_data(path)
     code, text = doctor(run, "--json")
     found = json.loads(text)
     assert code == 1
@@ -305,7 +305,7 @@ def test_of_a_folder_of_runs_it_wants_one(tmp_path: Path) -> None:
 
 
 def test_one_whose_replacement_never_came_is_found_beside_its_place(tmp_path: Path) -> None:
-    path = ours(tmp_path)
+    path = our_checkpoint(tmp_path)
     path.rename(previous_at(path))
     code, text = doctor(path)
     assert code == 0

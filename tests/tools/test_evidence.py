@@ -39,13 +39,13 @@ FULL = BUDGETS["full"]
 SIZES, SOME = ("48x2", "64x3"), ("adamw", "muon", "soap")
 
 
-def loss_of(job: Job) -> float:
+def loss_of_job(job: Job) -> float:
     """A bowl whose lowest point lies at another place for each rule: soap's beyond the rates of the first stage."""
     best = {"adamw": -1.0, "muon": 0.4, "soap": 2.8}[job.rule]
     return 4 + (math.log2(job.multiple) - best) ** 2 + abs(math.log(job.decay / 0.5)) + 0.01 * job.seed
 
 
-def swept(budget: Budget, most: int | None = None, found: Callable[[Job], float] = loss_of) -> list[dict[str, Any]]:
+def swept(budget: Budget, most: int | None = None, found: Callable[[Job], float] = loss_of_job) -> list[dict[str, Any]]:
     """Train one job after another, as a sweep with one worker would."""
     runs: list[dict[str, Any]] = []
     while len(runs) != most and (jobs := remaining_jobs(runs, SIZES, SOME, budget, 3)):
@@ -89,7 +89,7 @@ def test_pairs_around_the_best_one_lie_between_or_beyond() -> None:
 
 
 def test_trainings_that_diverged_end_a_stage_too() -> None:
-    runs = swept(FULL, found=lambda job: math.inf if job.rule == "soap" else loss_of(job))
+    runs = swept(FULL, found=lambda job: math.inf if job.rule == "soap" else loss_of_job(job))
     assert Counter(run["rule"] for run in runs)["soap"] == 2 * FULL.trainings(3)
     assert math.isinf(final(chosen(runs, "soap")[0]))
 

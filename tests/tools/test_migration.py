@@ -32,7 +32,7 @@ def moved_apart(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
     return float((ours - theirs).norm() / (theirs - start).norm())
 
 
-def walk(step: peers.Step, settings: dict[str, Any], shape: tuple[int, int], algorithm: str = "muon") -> float:
+def steps_apart(step: peers.Step, settings: dict[str, Any], shape: tuple[int, int], algorithm: str = "muon") -> float:
     """How far our three steps end from theirs; the gradients are those of no particular scale."""
     start = random_fp64(*shape)
     weight, theirs, state = nn.Parameter(start.clone()), start.clone(), {}
@@ -129,7 +129,7 @@ def test_our_steps_are_theirs(theirs: Any, name: Any, settings: dict[str, Any]) 
     converted = mm.convert_settings(name, **settings)
     converted.pop("adamw", None)
     for shape in SHAPES:
-        assert walk(theirs(**settings), converted, shape) < 1e-5
+        assert steps_apart(theirs(**settings), converted, shape) < 1e-5
 
 
 @pytest.mark.parametrize(("cautious", "mode"), [(True, "cautious"), (False, "full")])

@@ -66,7 +66,7 @@ def section(page: str, title: str) -> str:
     return re.split(r"\n#+ |\n\*\*Trainings", page.partition(title)[2])[0]
 
 
-def missing(rows: list[str], text: str) -> list[str]:
+def missing_rows(rows: list[str], text: str) -> list[str]:
     assert rows
     return [row for row in rows if row not in text]
 
@@ -86,7 +86,7 @@ def test_waterfalls(name: str, page: str, columns: int) -> None:
         cells = [*(f"{ratio:.2f}" for ratio in ratios), told, *(f"{part:.0f} %" for part in parts)][:columns]
         rows.append(f"| {WORKLOADS[key]} | {' | '.join(cells)} |".replace("|  |", "| |"))
     rows = [row.replace("| -0 %", "| 0 %").replace("| -", "| −") for row in rows]
-    assert missing(rows, report(page)) == []
+    assert missing_rows(rows, report(page)) == []
 
 
 def test_layouts_beside_other_packages() -> None:
@@ -107,7 +107,7 @@ def test_gradients_straight_to_owners_on_slow_links() -> None:
         ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
         ratios = (found[f"{name} over adamw"] for name in ("muon", "to_owners"))
         rows.append(f"| {ranks} | {link} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []
 
 
 def test_traffic_beside_other_packages() -> None:
@@ -118,7 +118,7 @@ def test_traffic_beside_other_packages() -> None:
             counted = f"{row['bytes'] / 1e9:.1f} | {over:.2f} | {row['messages']:,} | {1e3 * row['network']:,.0f}"
             rows.append(f"| {case} | {method} | {counted} | {products} |")
     text = report("traffic")
-    assert missing(rows, text) == []
+    assert missing_rows(rows, text) == []
     assert text.count("\n| ") == len(rows) + 1
 
 
@@ -128,7 +128,7 @@ def test_memory_of_a_thread() -> None:
     for table in recorded("iterations_deflated")["memory"]:
         cells = " | ".join(f"{table[name]:.1f}" for name in names)
         rows.append(f"| {'×'.join(map(str, table['shape']))} | {cells} |")
-    assert missing(rows, section(report("iterations"), "## Memory of a thread")) == []
+    assert missing_rows(rows, section(report("iterations"), "## Memory of a thread")) == []
 
 
 def test_other_pools() -> None:
@@ -138,7 +138,7 @@ def test_other_pools() -> None:
         pools = ("ours", "pinned", "caller", "team")
         pairs = (f"{table['begun'][p]:.1f} / {table['ended'][p]:.1f}" if p in table["begun"] else "" for p in pools)
         rows.append(f"| {told} | {' | '.join(pairs)} | {table['woken']:.0f} |".replace("|  |", "| |"))
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []
     for some in list(found["torch.optim.Muon over ours, 40 of 256x256, two runs each"].values())[1:]:
         low, high = sorted(some)
         assert f"{low:.2f} and {high:.2f}" in page
@@ -216,7 +216,7 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
     for kind, steps in apart.items():
         cells = (f"{short(min(steps[one]), 2)} to {short(max(steps[one]), 2)}" for one in ("4", "16", "48"))
         rows.append(f"| {KINDS[kind]} | {len(steps['4'])} | {' | '.join(cells)} |")
-    assert missing(rows, report("iterations-guard")) == []
+    assert missing_rows(rows, report("iterations-guard")) == []
     nearer = [
         row["deflated, auto"]["polar"] < row["polar_express, auto"]["polar"]
         for row in recorded("criteria_plateaus")["matrices"]
@@ -238,7 +238,7 @@ def test_trainings_with_both_sets() -> None:
     for run in recorded("sets")["runs"]:
         losses.setdefault((run["kind"], run["coefficients"]), []).append(run["validation"])
     cells = {key: " | ".join(f"{loss:.4f}" for loss in some) for key, some in losses.items()}
-    assert missing([f"| {KINDS[kind]} | {name} | {some} |" for (kind, name), some in cells.items()], page) == []
+    assert missing_rows([f"| {KINDS[kind]} | {name} | {some} |" for (kind, name), some in cells.items()], page) == []
     for kind in {kind for kind, _ in losses}:
         usual, ours = (statistics.mean(losses[kind, name]) for name in ("polar_express", "deflated"))
         assert short(abs(ours - usual), 4) in page
@@ -262,7 +262,7 @@ def test_iterations_that_the_package_does_not_have() -> None:
     for name, words in told.items():
         cells = [*(short(part[name]["error"]) for part in parts), *(f"{part[name]['largest']:.3f}" for part in parts)]
         rows.append(f"| {words} | {' | '.join(cells)} | {sum(part[name]['broken'] for part in parts)} |")
-    assert missing(rows, report("iterations-tried")) == []
+    assert missing_rows(rows, report("iterations-tried")) == []
 
 
 def test_images() -> None:
@@ -270,7 +270,7 @@ def test_images() -> None:
     for kind in ("convolutions", "patches"):
         rows += [f"| {kind} | {' | '.join(row)} |" for row in rows_of([run for run in runs if run["model"] == kind])]
     assert len(rows) == 18
-    assert missing(rows, report("images")) == []
+    assert missing_rows(rows, report("images")) == []
     assert max(run["multiple"] for run in runs if run["seed"]) < max(run["multiple"] for run in runs)
 
 
@@ -288,7 +288,7 @@ def test_rules_on_language_models() -> None:
         for rule in {run["rule"] for run in runs}:
             ahead.setdefault(rule, []).extend(muon[run["seed"]] - final(run) for run in chosen(runs, rule))
     assert len(rows) == 12
-    assert missing([f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()], report("rules")) == []
+    assert missing_rows([f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()], report("rules")) == []
     assert {rule for rule, some in ahead.items() if min(some) > 0} == {"hyperball", "soap", "soap, every 10", "muoneq"}
     assert {rule for rule, some in ahead.items() if max(some) < 0} == {"adamw", "dynmuon", "scion head"}
 
@@ -310,7 +310,7 @@ def test_adapters() -> None:
             cells = (told.get(way, way.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
             row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(each):.3f} | {seeds} | {apart} |"
             rows.append(row.replace(", -", ", −").replace("| -", "| −").replace("|  |", "| |"))
-    assert missing(rows, report("lora")) == []
+    assert missing_rows(rows, report("lora")) == []
 
 
 def losses_at_the_best_rate(name: str) -> dict[str, tuple[float, list[float]]]:
@@ -336,7 +336,7 @@ def test_all_weights() -> None:
             seeds = ", ".join(f"{loss:.3f}" for loss in losses)
             end = f"{seeds} | |" if variant.startswith("AdamW") else f"{seeds} | {apart} |"
             rows.append(f"| {pretrained}, 300 steps | {' | '.join(cells)} | {end}")
-    assert missing(rows, report("fine-tuning")) == []
+    assert missing_rows(rows, report("fine-tuning")) == []
 
 
 def test_a_mixture_of_experts() -> None:
@@ -344,7 +344,7 @@ def test_a_mixture_of_experts() -> None:
         f"| {variant} | {rate:.0e} | {statistics.mean(losses):.3f} | {', '.join(f'{loss:.3f}' for loss in losses)} |"
         for variant, (rate, losses) in losses_at_the_best_rate("mixture").items()
     ]
-    assert missing([row.replace("e-0", "e-") for row in rows], report("mixture")) == []
+    assert missing_rows([row.replace("e-0", "e-") for row in rows], report("mixture")) == []
 
 
 def test_rounding_of_weights() -> None:
@@ -358,7 +358,7 @@ def test_rounding_of_weights() -> None:
             apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(each, found["masters"], strict=True))
             cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
             rows.append(f"| {model} | {told[name]} | {statistics.mean(each):.3f} | {cell}|")
-    assert missing(rows, report("memory")) == []
+    assert missing_rows(rows, report("memory")) == []
 
 
 def test_steps_on_a_gpu() -> None:
@@ -370,7 +370,7 @@ def test_steps_on_a_gpu() -> None:
         dion = f"{dions[name]['contenders']['dion Muon']['median_ms']:.1f}" if name in dions else "–"
         rows.append(f"| {title} | {of['muonmesh']} | {of['muonmesh graphs']} | {of['torch.optim.Muon']} | {dion} |")
     page = " ".join(report("gpus").split())
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []
     ours = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
     assert f"in which muonmesh took {' and '.join(ours)}" in page
     gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in ON_A_GPU)
@@ -388,7 +388,7 @@ def test_steps_on_an_h100() -> None:
         ours, theirs = (f"{one['median_ms']:.1f} | {one['host_ms']:.1f} |" for one in both)
         graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
         rows.append(f"| {title} | {ours} {graphs} | {theirs}")
-    assert missing(rows, report("gpus")) == []
+    assert missing_rows(rows, report("gpus")) == []
     muons = [recorded("h100")["tables"][name]["contenders"]["torch.optim.Muon"]["ratio"] for name in ON_A_GPU]
     performance = " ".join((ROOT / "docs/performance.md").read_text().split())
     told = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
@@ -410,7 +410,7 @@ def test_the_page_about_gpu_results_has_both() -> None:
         figures = ["–" if one is None else f"{one['median_ms']:.1f}" for one in found]
         rows.append(f"| {title} | {' | '.join(figures)} |")
     page = (ROOT / "docs/gpu-results.md").read_text()
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []
     dions = [one["contenders"]["dion Muon"]["ratio"] for one in recorded("h200_dion")["tables"].values()]
     assert f"dion took {' and '.join(f'{ratio:.2f}' for ratio in dions)} times muonmesh's" in " ".join(page.split())
 
@@ -430,7 +430,7 @@ def test_the_first_page_has_recorded_ratios() -> None:
         cells += [recorded(other)["tables"][table]["contenders"][dions]] if other else []
         figures = [*(f"{cell['ratio']:.2f}" for cell in cells), "–"][:2]
         rows.append(f"| {title} | {' | '.join(figures)} |")
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []
     h100 = recorded("h100")["tables"]
     adamw = sorted(h100[name]["contenders"]["AdamW fused"]["ratio"] for name in ON_A_GPU)
     ours, theirs = (h100["llama-8b"]["contenders"][name]["peak_mib"] for name in ("muonmesh", torchs))
@@ -460,4 +460,4 @@ def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
             who = optimizer if optimizer != "muonmesh" else f"{title}, {optimizer}"
             figures = f"{host:.1f} | {found['host_ms']:.1f} | {least:.1f} to {most:.1f} | {found['median_ms']:.1f}"
             rows.append(f"| {who} | {figures} |")
-    assert missing(rows, page) == []
+    assert missing_rows(rows, page) == []

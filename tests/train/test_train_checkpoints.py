@@ -155,7 +155,7 @@ def nan_in_a_file(place: Path) -> None:
     forge(place)
 
 
-def cut(place: Path) -> None:
+def halve_file(place: Path) -> None:
     file = place / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -171,8 +171,8 @@ def settings(content: str) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
     "nan with a forged manifest": (nan_in_a_file, ": found infinity or NaN in "),
-    "cut": (cut, "__0_0.distcp: found"),
-    "cut with a forged manifest": (lambda place: (cut(place), forge(place)), " of __0_0.distcp, which has "),
+    "cut": (halve_file, "__0_0.distcp: found"),
+    "cut with a forged manifest": (lambda place: (halve_file(place), forge(place)), " of __0_0.distcp, which has "),
     "no manifest": (
         lambda place: (place / MANIFEST_FILE).unlink(),
         f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
@@ -321,7 +321,7 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     moved.rename(checkpoints_of(run, "muon"))
     place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
     (place.parent / ".step-00000009.writing").mkdir()
-    cut(place)
+    halve_file(place)
     code, text = doctor("--json")
     found = json.loads(text)
     assert (code, found["whole"], found["parts"][0]["whole"]) == (1, False, False)

@@ -50,7 +50,7 @@ def line(run: Path, text: Path, *options: object) -> list[str]:
     return [*COMMAND, *map(str, (*common, *options))]
 
 
-def command(run: Path, text: Path, *options: object, **changes: Any) -> subprocess.CompletedProcess[str]:
+def train_command(run: Path, text: Path, *options: object, **changes: Any) -> subprocess.CompletedProcess[str]:
     values: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 300, **changes}
     return subprocess.run(line(run, text, *options), **values)
 
@@ -176,7 +176,7 @@ def test_a_run_that_ends_at_once_says_how_to_continue(killed: bool, long_run: Lo
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(folder: Path) -> None:
     run = folder / "diverging"
     options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "2e9", "--clip", 0)
-    result = command(run, folder / "text", *options, "--schedule", "constant")
+    result = train_command(run, folder / "text", *options, "--schedule", "constant")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     message = result.stderr.strip().splitlines()[-1]
@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     # A checkpoint of nano takes 0.9 MB, so that one fits beside the text and two do not, once this lies there too.
     (disk / "ballast").write_bytes(bytes(1_700_000))
     run = disk / "run"
-    result = command(run, folder / "text", "--steps", 6, "--checkpoint-every", 2)
+    result = train_command(run, folder / "text", "--steps", 6, "--checkpoint-every", 2)
     assert result.returncode == 1, result.stdout
     assert "Traceback" not in result.stderr
     assert "JSONDecodeError" not in result.stderr
@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(size: int, folder: P
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    result = command(tmp_path / "run", folder / "text", "--steps", 2, preexec_fn=limit)
+    result = train_command(tmp_path / "run", folder / "text", "--steps", 2, preexec_fn=limit)
     assert result.returncode in (1, 2)
     assert "Traceback" not in result.stderr, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -297,7 +297,7 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
 def test_a_terminal_that_prints_ascii_gets_ascii(folder: Path) -> None:
     run = folder / "ascii ×"
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}
-    result = command(run, folder / "text", "--steps", 2, "--optimizer", "both", env=env)
+    result = train_command(run, folder / "text", "--steps", 2, "--optimizer", "both", env=env)
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
     assert "validation loss" in result.stdout
