@@ -62,6 +62,11 @@ EXPLAINED = [
     ("first|not first", r"query_pos_head", "reads coordinates that are detached"),
     ("cut", r"v_proj", "two halves of the value heads, which one query reads side by side (DiffLlama)"),
     ("last", r"down_proj", "its logits are made by a table of weights that is indexed first (CSM)"),
+    ("last", r"predictions\.transform", "its logits are made by two tables that are joined first (MobileBERT)"),
+    ("last", r"entity_linker", "logits are products of what two layers make"),
+    ("not first", r"gate_bias", "biases of heads, by their name"),
+    ("not last", r"auxiliary_head", "a guess, and said to be one: the example's forward does not show it"),
+    ("cut", r"relative_pos_embeddings", "a guess, and said to be one: indices pick what it makes (ProphetNet)"),
 ]
 
 
