@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioAttention
 
 import muonmesh as mm
 from muonmesh.integrations.qk_clip import attention as attention_module
@@ -471,6 +472,28 @@ def packed(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output, _ = packed_forward(query, key, value, [0, 9, 18, 27], kwargs["scaling"])
     return output.unflatten(0, (3, 9)), None
+
+
+def test_a_clip_of_eager_attention_changes_no_other_model() -> None:
+    """Here one whose file has two functions for eager attention, of which this module calls the one of another name."""
+    config = transformers.models.phi4_multimodal.Phi4MultimodalAudioConfig(hidden_size=12, num_attention_heads=3)
+    config._attn_implementation = "eager"
+    module = Phi4MultimodalAudioAttention(config).eval()
+    hidden = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(0))
+    before = module(hidden, None)
+    clip = mm.QKClip(build("llama", "eager"))
+    assert torch.equal(module(hidden, None), before)
+    assert "eager" not in AttentionInterface._global_mapping
+    del clip
+
+
+def test_a_model_may_change_to_eager_attention_after_the_clip_was_made() -> None:
+    model: Any = build("llama")
+    clip = mm.QKClip(model, threshold=1e9)
+    model.set_attn_implementation("eager")
+    forward(model)
+    clip.step()
+    torch.testing.assert_close(first(clip), by_hand(model), rtol=1e-4, atol=1e-5)
 
 
 def test_an_implementation_that_is_not_known_is_seen_by_its_kernel() -> None:

@@ -5,8 +5,8 @@ It wraps the attention functions of `transformers`. The bound is the log-sum-exp
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -123,7 +123,7 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
     """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
 
     A wrapper has the name of the function that it wraps, since models read these names. It changes nothing for modules
-    that no `QKClip` watches. The model may change to sdpa or flex_attention later.
+    that no `QKClip` watches. The model may change to another implementation of `KNOWN` later.
 
     Args:
         model: The model.
@@ -142,19 +142,31 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
             raise ValueError(explain_error(type(model).__name__, problem, needed, write))
     used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    for name in used | {*KNOWN} - {"eager"}:
-        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager, until it has a wrapper
-        if not hasattr(function, "watches"):
+    for name in used | {*KNOWN}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
+        if function is not None and not hasattr(function, "watches"):
             AttentionInterface.register(name, _watched(name, function))
     for module in modules:
+        _watch_eager(module)
         _watchers[module] = ref(watcher)
 
 
-def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
+def _watch_eager(module: nn.Module) -> None:
+    """Wrap the functions for eager attention that the forward of a module's class names, in the file of this forward.
+
+    Their names end alike, but a file may have several of them, for attention modules of different kinds.
+    """
+    forward: Any = inspect.unwrap(type(module).forward)
+    functions = forward.__globals__
+    for name in forward.__code__.co_names:
+        if name.endswith("eager_attention_forward") and name in functions and not hasattr(functions[name], "watches"):
+            functions[name] = _watched("eager", functions[name])
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        function = _eager_of(module) if base is None else base
         watcher = _watchers.get(module)
         clip = None if watcher is None else watcher()
         inputs = (module, query, key, value, attention_mask, *args)
@@ -180,13 +192,6 @@ def _watched(name: str, base: Callable[..., Any] | None) -> Callable[..., Any]:
 
     attention.watches = True  # type: ignore[attr-defined]
     return attention
-
-
-def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function for eager attention, which is in the file of the module's class."""
-    files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    function: Callable[..., Any] = next(filter(None, (getattr(f, "eager_attention_forward", None) for f in files)))
-    return function
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
