@@ -16,6 +16,7 @@ from muonmesh.numerics.precision import exact_products
 
 COVERS = ("numerics.precision.exact_products",)
 
+MATMUL: Any = torch.backends.cuda.matmul
 BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
 
@@ -129,3 +130,20 @@ def test_an_error_inside_leaves_what_was_set() -> None:
         assert (torch.get_float32_matmul_precision(), BACKENDS[0].fp32_precision) == ("high", "tf32")
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_fp16_is_added_up_in_fp32_inside_and_all_that_was_set_is_set_afterwards() -> None:
+    def fp16_settings() -> tuple[object, ...]:
+        return torch._C._get_cublas_allow_fp16_reduced_precision_reduction(), MATMUL.allow_fp16_accumulation
+
+    default = fp16_settings()
+    try:
+        for reduced, in_fp16 in (((False, False), True), ((True, True), True), ((True, True), False)):
+            MATMUL.allow_fp16_reduced_precision_reduction, MATMUL.allow_fp16_accumulation = reduced, in_fp16
+            before = fp16_settings()
+            with exact_products(torch.float16):
+                assert not MATMUL.allow_fp16_reduced_precision_reduction
+                assert not MATMUL.allow_fp16_accumulation
+            assert fp16_settings() == before
+    finally:
+        MATMUL.allow_fp16_reduced_precision_reduction, MATMUL.allow_fp16_accumulation = default

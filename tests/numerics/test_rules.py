@@ -545,6 +545,20 @@ def test_a_rule_says_its_name_once() -> None:
         register_rule("nothing-made")(NothingMadeOfSums)
 
     @dataclass(frozen=True)
+    class ByItsEarlierName(RULES["hyperball"]):  # type: ignore[misc]
+        def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None: ...
+
+    with pytest.raises(TypeError, match=r"found ByItsEarlierName\.apply_with; .* Rename it to apply"):
+        register_rule("earlier-name")(ByItsEarlierName)
+
+    @dataclass(frozen=True)
+    class TakesNoSums(MuonRule):
+        def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(TypeError, match=r"found TakesNoSums\.apply\(self, .* Write def apply\(.*, sums=\(\)\)"):
+        register_rule("no-sums")(TakesNoSums)
+
+    @dataclass(frozen=True)
     class NoStep(mm.ElementwiseRule):
         pass
 

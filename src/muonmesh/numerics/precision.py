@@ -1,7 +1,8 @@
 """Precision: makes products independent of what the user has set for the model.
 
 With `torch.set_float32_matmul_precision("high")`, tensor cores multiply fp32 as TF32, which has the mantissa of fp16.
-This is good enough for models, but an optimizer step in fp32 should be exact.
+This is good enough for models, but an optimizer step in fp32 should be exact. Likewise
+`torch.backends.cuda.matmul.allow_fp16_accumulation` adds up fp16 in fp16, where sums of an iteration overflow.
 """
 
 from __future__ import annotations
@@ -40,15 +41,19 @@ def exact_products(dtype: torch.dtype) -> Iterator[None]:
             for backend, level in zip(_backends(), _before, strict=True):
                 if level not in _EXACT:
                     backend.fp32_precision = "ieee"
-            _before.append(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+            matmul = torch.backends.cuda.matmul
+            split_k = getattr(matmul, "allow_fp16_reduced_precision_reduction_split_k", True)  # not in every torch
+            reduced = matmul.allow_fp16_reduced_precision_reduction
+            _before.append((reduced if split_k else (reduced, split_k), matmul.allow_fp16_accumulation))
+            matmul.allow_fp16_reduced_precision_reduction = matmul.allow_fp16_accumulation = False
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
             if _inside == 0:
-                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = _before.pop()
+                matmul = torch.backends.cuda.matmul
+                matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_accumulation = _before.pop()
                 for backend, level in zip(_backends(), _before, strict=True):
                     if level not in _EXACT:
                         backend.fp32_precision = "none"  # the setting for all backends, torch.backends.fp32_precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
@@ -62,8 +63,8 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
     Raises:
         ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
         TypeError: the class is no dataclass derived from `Rule` or `ElementwiseRule`, has `Rule.summands` without
-            `Rule.apply`, has a method whose name is nearly that of a method of `Rule`, or is an `ElementwiseRule`
-            without `ElementwiseRule.update`.
+            `Rule.apply`, has a `Rule.apply` that takes no sums, has a method whose name is nearly that of a method of
+            `Rule` or that a step does not call any more, or is an `ElementwiseRule` without `ElementwiseRule.update`.
     """
     subject = f"register_rule({algorithm!r})"
 
@@ -88,6 +89,13 @@ def _faults(rule: type) -> Iterator[tuple[str, str, str]]:
         needed = "a dataclass derived from muonmesh.Rule"
         yield f"{rule!r}", needed, "Write @dataclass(frozen=True) between @register_rule and the class"
         return
+    if issubclass(rule, Rule) and hasattr(rule, "apply_with"):  # the name of an earlier version
+        needed = "apply, which a step calls with the sums"
+        yield f"{rule.__name__}.apply_with", needed, "Rename it to apply"
+    if issubclass(rule, Rule) and not _takes_sums(rule):
+        needed = "one that a step can call with the sums too, which are () without summands"
+        write = "Write def apply(self, weights, update, size, state, sums=())"
+        yield f"{rule.__name__}.apply{inspect.signature(rule.apply)}", needed, write
     if issubclass(rule, Rule) and rule.overrides("summands") and not rule.overrides("apply"):
         needed = "both: what summands returns is added up and given to apply"
         write = "Write def apply(self, weights, update, size, state, sums)"
@@ -101,6 +109,15 @@ def _faults(rule: type) -> Iterator[tuple[str, str, str]]:
         if not name.startswith("_") and (meant := get_close_matches(name, parts, 1, 0.8)):
             write = f"Rename it to {meant[0]}, or to a name that begins with an underscore"
             yield f"{rule.__name__}.{name}", f"a part that a step calls, such as {meant[0]!r}", write
+
+
+def _takes_sums(rule: type[Rule]) -> bool:
+    """Whether a step can call `Rule.apply` of this rule: with itself, weights, update, size, state and sums."""
+    try:
+        inspect.signature(rule.apply).bind(*[None] * 6)
+    except TypeError:
+        return False
+    return True
 
 
 def by_defaults(rule: type[AnyRule]) -> AnyRule:
