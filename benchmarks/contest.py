@@ -26,7 +26,7 @@ def contest(
     A peer that fails has that as its result; ours raises.
 
     Args:
-        asked: Who takes part.
+        contenders: Who takes part.
         workload: What is stepped.
         layout: Who holds it; every rank calls this.
         timed_step: Takes one step and returns the milliseconds it took, the same on every rank.

@@ -1,4 +1,4 @@
-"""The wire: what arrives is what was sent, whatever is under way beside it, and a rank is sent nothing for nothing."""
+"""Communicator: what arrives is what was sent, whatever is under way beside it, and nothing is sent for nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wires(count: int) -> list[Communicator]:
 
 
 def begin(communicator: Communicator, seed: int) -> tuple[Any, Tensor, Tensor]:
-    """Start a swap; with it come what arrives and what should."""
+    """Start an all-to-all; with it come what arrives and what should."""
     me = dist.get_rank()
     leaving = [elements(seed, me, peer) for peer in range(RANKS)]
     expected = [elements(seed, peer, me) for peer in range(RANKS)]

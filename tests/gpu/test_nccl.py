@@ -1,8 +1,8 @@
 """Ranks of NCCL that share one GPU: what `tests.gpu.ranks` does together, each against one process on that GPU.
 
 What passes here is right in streams, events, uneven all-to-alls, groups and faults. It says nothing about speed, NVLink
-or InfiniBand: the ranks look like hosts to NCCL and talk over sockets (`support.workers.nccl_environment`). Every case
-runs on a CPU over gloo too, in `make soak`.
+or InfiniBand: the ranks look like hosts to NCCL and talk over sockets (`tests.support.workers.nccl_environment`). Every
+case runs on a CPU over gloo too, in `make soak`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
             moving = False
             for owner in plan.ranks:
                 for holder, legs in routes[owner].assembled.items():
-                    # both ends list the same legs in the same order
+                    # both ends list the same rows in the same order
                     assert routes[holder].stored[owner] == legs
                     moving = moving or holder != owner
                     for leg in legs:

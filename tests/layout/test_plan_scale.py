@@ -94,7 +94,7 @@ def check_cover(plan: Plan) -> None:
 
 
 def check_routes(plan: Plan, rank: int) -> None:
-    """A rank gathers the matrices it owns once, scatters them to every copy, and its peers list the same legs."""
+    """A rank gathers the matrices it owns once, scatters them to every copy, and its peers list the same rows."""
     gathered, scattered = Counter[int](), Counter[int]()
     for bucket in range(len(plan.buckets)):
         for gather, moved in ((True, gathered), (False, scattered)):
@@ -175,7 +175,7 @@ def test_a_rank_plans_the_largest_model_within_its_memory() -> None:
     assert len(plan.assignments) == 45154
     assert (
         peak < plans.MEGABYTES * 1e6 / 5
-    )  # 26 MB on an empty machine; a tuple of all ranks for each leg is 100 times that
+    )  # 26 MB on an empty machine; a tuple of all ranks for each row is 100 times that
 
 
 def test_experts_that_one_rank_holds_whole_stay_there() -> None:

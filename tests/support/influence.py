@@ -39,7 +39,6 @@ class Influence(TorchDispatchMode):
     Attributes:
         reads: For each weight, which weights took part in what its products read; None if no input did either.
         readers: For each weight, the weights whose products read something that it took part in.
-        reaches: The weights that each of the outputs depends on, by the output's storage.
         looked_up: The weights whose rows are looked up.
         uses: The weights that multiply, and how often.
     """

@@ -33,7 +33,7 @@ SAID = {
     "checkpoint": "state to load and save,\nfiles that cannot execute",
     "clip": "norms, skipping",
     "report": "explain, metrics",
-    "step": "planning, preflight,\nparameters, muon, adamw",
+    "step": "planning, preflight,\nmuon_step, offload",
     "comm": "storage, agreement,\nschedule, exchange",
     "groups": "who goes to Muon,\nwho to AdamW",
     "settings": "what groups may say",

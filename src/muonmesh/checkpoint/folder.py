@@ -5,7 +5,7 @@ The folder contains::
     __0_0.distcp ...   the tensors, as `torch.distributed.checkpoint` reads them, one file for each rank
     .metadata          the place of each piece of each tensor, a pickle for torch; muonmesh never reads it
     settings.json      all other saved data, as JSON
-    manifest.json      the same places, and the size and the SHA-256 of all other files, written last; see `index`
+    manifest.json      the same places, and the size and the SHA-256 of all other files, written last; see `manifest`
 
 It is written under a temporary name next to its path, and then renamed. Next to a checkpoint ``NAME``, two hidden
 folders may exist::

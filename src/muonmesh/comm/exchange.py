@@ -55,7 +55,7 @@ class Exchange:
 
     One bucket travels while another is computed. A bucket moves by one all-to-all with unequal splits in each
     direction, or by several on the way back if there are replicas (`Plan.exchanges`). Pieces that stay on their rank
-    are not part of a swap. A single rank runs the same code with nothing to move. State by row, column or matrix
+    are not part of it. A single rank runs the same code with nothing to move. State by row, column or matrix
     travels before and after the matrices, by the `FactoredExchange`.
 
     Args:

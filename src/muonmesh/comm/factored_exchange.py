@@ -22,7 +22,7 @@ from muonmesh.layout.piece_table import NOWHERE
 
 
 def directions_of(plan: Plan, rank: int, peers: Sequence[int]) -> dict[str, tuple[PackedAllToAll, bool]]:
-    """Return the passages "gather" (to the owners) and "scatter" (back), each with whether any rank sends anything."""
+    """Return the all-to-alls "gather" (to the owners) and "scatter" (back), and for each whether any rank sends."""
     moves = {"gather": plan.gathers(0), "scatter": plan.scatters(0)}
     routes = {name: plan.routes(0, rank, gather=name == "gather") for name in moves}
     return {name: (PackedAllToAll(name, routes[name], rank, peers), moves[name]) for name in moves}

@@ -1,4 +1,4 @@
-"""Telling: ranks exchange Python objects, and an error on one rank is raised on all of them."""
+"""gather_objects: ranks exchange Python objects, and an error on one rank is raised on all of them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class PackedAllToAll:
         return bool(self._copies)
 
     def sends_as(self, other: PackedAllToAll) -> bool:
-        """Whether this passage and another one send the same elements of this rank's matrices in the same order."""
+        """Whether this all-to-all and another one send the same elements of this rank's matrices in the same order."""
         return self._copies == other._copies and not self._passed_on and not other._passed_on
 
     def passed_on(self, arrived: PackedAllToAll, receive: Tensor, send: Tensor) -> CopyPairs:
@@ -72,7 +72,7 @@ class PackedAllToAll:
         return tuple((in_buffer(send, to), in_buffer(receive, of)) for to, of in pairs)
 
     def all_to_all(self, name: str, send: Tensor, receive: Tensor) -> AllToAll:
-        """Return the collective of this passage; ``send`` and ``receive`` must be large enough."""
+        """Return the collective that moves these pieces; ``send`` and ``receive`` must be large enough."""
         return AllToAll(name, send[: self.sends], receive[: self.receives], self.sent, self.received)
 
     def on_wire(self, buffer: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Meeting: ranks wait for each other; a rank that waited in vain raises an error that names the missing ranks.
+"""Rendezvous: ranks wait for each other; a rank that waited in vain raises an error that names the missing ranks.
 
 The ranks use the store of torch.distributed, which still works when collectives fail. A rank writes to the store that
 it will not come, and the other ranks read from it which ranks have come.
@@ -105,7 +105,7 @@ def _notes() -> dict[int, tuple[int, str]]:
     return notes
 
 
-# ------------------------------------------------------------------ meeting in the store
+# ------------------------------------------------------------------ rendezvous in the store
 
 
 def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[int, ...]:

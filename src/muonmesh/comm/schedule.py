@@ -107,7 +107,7 @@ class Gather:
 
     Attributes:
         reads: The pieces that this rank stores, with their target: this rank's matrices, or the send buffer.
-        swap: The collective; None if nothing travels.
+        all_to_all: The collective; None if nothing travels.
         arriving: The copies from the receive buffer into the matrices.
         matrices: The matrices that this rank orthogonalizes, those of each batch one after the other.
     """
@@ -124,7 +124,7 @@ class Scatter:
 
     Attributes:
         leaving: The copies into the send buffer: from the results, and from the previous receive buffer, if any.
-        swap: The collective.
+        all_to_all: The collective.
         arrived: The pieces that are written from the receive buffer.
         again: Whether the next exchange of the bucket sends the same elements.
         last: Whether no later exchange of the bucket copies from the results.

@@ -1,4 +1,4 @@
-"""Copies: finds parameters of which several ranks hold copies although no placement says so.
+"""Undeclared replicas: finds parameters of which several ranks hold copies although no placement says so.
 
 With tensor parallelism, norms, embeddings or a head may be plain tensors, or sharded by FSDP2 only. Each rank of the
 tensor-parallel axis then has a copy, and a gradient norm that counts every copy is wrong. So ranks that share

@@ -1,4 +1,4 @@
-"""Sites: the places where a model holds its parameters, and the role of a parameter at such a place."""
+"""Parameter sites: the places where a model holds its parameters, and the role of a parameter at such a place."""
 
 from __future__ import annotations
 

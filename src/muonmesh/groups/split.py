@@ -147,7 +147,7 @@ class ParamGroups(list[dict[str, Any]]):
 
 
 def _restricted(group: Mapping[str, Any], stage: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """Return a group with only the parameters in `held`, which maps names to the new names and parameters."""
+    """Return a group with only the parameters in `stage`, which maps names to the new names and parameters."""
     positions = [i for i, name in enumerate(group["param_names"]) if name in stage]
     pairs = [stage[group["param_names"][i]] for i in positions]
     lists = {key: [group[key][i] for i in positions] for key in ("matrices", "reasons") if key in group}

@@ -200,7 +200,7 @@ class CpuIteration:
         z = self._without_constant(p, a, "b", "c")
         spare = "c" if z is self._square("b") else "b"
         pa = matmuls.multiply(z, a, [(a, p0)], self._square(spare))
-        # As few squares at once as there can be, for a square of a wide model is large: `held` has pap, `free` nothing.
+        # As few squares at once as there can be, for a square of a wide model is large: `free` has nothing.
         if last:
             full = matmuls.multiply(z, pa, [(pa, p0)], self._square("a"), symmetric=False)
             pap_buffer, free = spare, "a"

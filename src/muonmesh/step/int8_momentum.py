@@ -218,7 +218,7 @@ class Momentum:
             blocks: The blocks of the plan.
             tensor: The parameter.
             key: The key of the momentum in the state.
-            held: The local part of the state under the key.
+            stored: The local part of the state under the key.
             state: The whole state of the parameter, written.
         """
         loaded = None

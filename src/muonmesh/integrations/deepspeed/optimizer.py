@@ -289,7 +289,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
                     name = next(member.name for member in placed_members(muon) if member.group == number)
                     inner["steps_taken"] = groups[name].get("steps_taken", 0)
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- reports
 
     def explain(self) -> Explanation:
         """Return an explanation of a step of the engine, as `muonmesh.Muon.explain` does; no communication."""

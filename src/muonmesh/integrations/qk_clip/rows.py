@@ -1,4 +1,4 @@
-"""Logits: finds the rows of weights that make the attention logits of each head."""
+"""Rows: finds the rows of weights that make the attention logits of each head."""
 
 from __future__ import annotations
 
