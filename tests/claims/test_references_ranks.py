@@ -245,13 +245,13 @@ def saved_and_loaded(folder: str) -> list[str]:
         flat = layouts.flat(problem.PARAMETERS, problem.initial())
         return flat, mm.Muon(flat.groups, compute_dtype=torch.float32, **flat.settings, **problem.SETTINGS)
 
-    held, optimizer = build()
+    sharded, optimizer = build()
     path = Path(folder) / f"{dist.get_rank()}.pt"
     for step in range(4):
         if step == 2:
-            tensors = {name: tensor.detach().clone() for name, tensor in held.tensors.items()}
+            tensors = {name: tensor.detach().clone() for name, tensor in sharded.tensors.items()}
             torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, path)
-        held.give(problem.gradients(step))
+        sharded.give(problem.gradients(step))
         optimizer.step()
     again, other = build()
     saved = torch.load(path, weights_only=True)
@@ -262,7 +262,7 @@ def saved_and_loaded(folder: str) -> list[str]:
     for step in (2, 3):
         again.give(problem.gradients(step))
         other.step()
-    return problem.differing(again.whole(other), held.whole(optimizer))
+    return problem.differing(again.whole(other), sharded.whole(optimizer))
 
 
 def test_state_of_flat_partitions_continues_bit_for_bit(workers, tmp_path: Path) -> None:
