@@ -34,7 +34,7 @@ BETAS = (0.9, 0.95)
 
 
 def oracle(
-    count: int, given: Any = problem.gradients, values: dict[str, Tensor] | None = None, **settings: Any
+    count: int, gradients_of: Any = problem.gradients, values: dict[str, Tensor] | None = None, **settings: Any
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Step the independent fp64 reference; `settings` are the Muon half's, beside the problem's."""
     options = {**problem.SETTINGS, **settings}
@@ -48,7 +48,7 @@ def oracle(
     }
     params, state = {k: v.double() for k, v in (values or problem.initial()).items()}, {}
     for step in range(count):
-        params, state = reference_step(params, given(step), state, per_parameter)
+        params, state = reference_step(params, gradients_of(step), state, per_parameter)
     return params, state
 
 
@@ -79,10 +79,10 @@ def test_fp32_agrees_with_the_oracle(settings: dict[str, Any]) -> None:
         assert relative_error(parameter.detach(), params[name]) <= 1e-5 * slack, name
         update = parameter.detach().double() - start[name].double()
         assert relative_error(update, params[name] - start[name].double()) <= 1e-3 * slack, name
-        held = optimizer.state[parameter]
+        entries = optimizer.state[parameter]
         for key, reference in (("momentum_buffer", "momentum"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            if key in held:
-                assert relative_error(held[key], state[name][reference]) <= 1e-5, (name, key)
+            if key in entries:
+                assert relative_error(entries[key], state[name][reference]) <= 1e-5, (name, key)
 
 
 def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
@@ -294,13 +294,13 @@ def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:
 
 def test_hooks_run() -> None:
     model, optimizer = small_optimizer()
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-    optimizer.register_state_dict_post_hook(lambda *_: seen.append("state"))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
     train(model, optimizer, 1)
     optimizer.state_dict()
-    assert seen == ["pre", "post", "state"]
+    assert calls == ["pre", "post", "state"]
 
 
 def test_state_dict_round_trip_continues_bit_for_bit() -> None:
@@ -399,13 +399,13 @@ def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
                 optimizer.zero_grad()
                 model(torch.arange(9)).float().square().sum().backward()
                 optimizer.step()
-        told = [str(w.message) for w in caught if "AdamW trains these weights" in str(w.message)]
-        return told, torch.equal(model[2][1].weight, before)
+        messages = [str(w.message) for w in caught if "AdamW trains these weights" in str(w.message)]
+        return messages, torch.equal(model[2][1].weight, before)
 
-    (told,), still = steps()
+    (message,), still = steps()
     assert still
-    assert told.startswith(r"^(1|2)\.1\.weight$: AdamW trains these weights in 16 bits without masters")
-    assert "at learning rate 0.001 rounding leaves all of their entries unchanged" in told
+    assert message.startswith(r"^(1|2)\.1\.weight$: AdamW trains these weights in 16 bits without masters")
+    assert "at learning rate 0.001 rounding leaves all of their entries unchanged" in message
     for settings in ({"master_dtype": torch.float32}, {"stochastic_rounding": 0}, {"adamw": {"lr": 0.1}}):
         assert steps(**settings) == ([], False)
 
@@ -471,13 +471,13 @@ def test_tensor_learning_rate_is_the_number() -> None:
 def test_add_param_group_joins_later() -> None:
     model, optimizer = small_optimizer()
     train(model, optimizer, 2)
-    late = nn.Parameter(torch.zeros(6, 6))
+    added = nn.Parameter(torch.zeros(6, 6))
     optimizer.add_param_group(
-        {"params": [late], "algorithm": "muon", "name": "late", "param_names": ["late.weight"], "lr": 1.0}
+        {"params": [added], "algorithm": "muon", "name": "late", "param_names": ["late.weight"], "lr": 1.0}
     )
-    late.grad = torch.randn(6, 6)
+    added.grad = torch.randn(6, 6)
     optimizer.step()
-    assert late.abs().max() > 0
+    assert added.abs().max() > 0
     assert "late.weight" in str(optimizer.explain())
 
 
@@ -733,31 +733,31 @@ def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
 
 def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None:
     model = small_optimizer()[0]
-    one, other = mm.from_model(model, lr=0.1), mm.from_model(model, lr=0.1, overrides={"0.weight": {"lr": 0.5}})
+    optimizer, other = mm.from_model(model, lr=0.1), mm.from_model(model, lr=0.1, overrides={"0.weight": {"lr": 0.5}})
     moved = r"Build the groups .*\. The group of 0\.weight is 'muon\[lr=0\.5\]' in the state and 'muon' here$"
     with pytest.raises(mm.StateError, match=r"found 4 groups, with parameters: 'muon' 1, 'muon\[lr.*" + moved):
-        one.load_state_dict(other.state_dict())
-    fewer = one.state_dict()
+        optimizer.load_state_dict(other.state_dict())
+    fewer = optimizer.state_dict()
     for key in ("params", "param_names"):
         fewer["param_groups"][0][key] = fewer["param_groups"][0][key][:-1]
     with pytest.raises(mm.StateError, match=r"The group of \S+ is missing in the state and 'muon' here$"):
-        one.load_state_dict({**fewer, "state": {}})
+        optimizer.load_state_dict({**fewer, "state": {}})
     unnamed = [{**group, "param_names": None} for group in other.state_dict()["param_groups"]]
     with pytest.raises(mm.StateError, match=r"needed 3 groups, .*when the state was saved$"):
-        one.load_state_dict({"state": {}, "param_groups": unnamed})
+        optimizer.load_state_dict({"state": {}, "param_groups": unnamed})
 
 
 def test_a_skipped_step_says_so() -> None:
     model = nn.Linear(4, 3)
     optimizer = mm.from_model(model, lr=0.1)
-    found = []
+    skips = []
     for skip_above in (1e9, 0.0, 1e9):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.clip_grad_norm_(1.0, skip_above=skip_above)
         optimizer.step()
-        found.append(optimizer.skipped)
-    assert found == [False, True, False]
+        skips.append(optimizer.skipped)
+    assert skips == [False, True, False]
 
 
 def test_after_a_skipped_step_the_metrics_tell_the_update_before_it() -> None:
@@ -792,18 +792,18 @@ def test_explain_tells_the_bytes_of_state_that_a_step_leaves(settings: dict[str,
     """Before there is any: codes and scales of int8, masters, what a rule keeps by row, AdamW's moments and counts."""
     model = nn.Sequential(nn.Embedding(30, 300), nn.Linear(300, 520), nn.Linear(520, 7), nn.Linear(7, 3)).bfloat16()
     optimizer = mm.from_model(model, compute_dtype=torch.float32, **settings)
-    told = optimizer.explain()
+    report = optimizer.explain()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    kept = {
+    state_bytes = {
         name: sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[parameter].values())
         for name, parameter in model.named_parameters()
     }
-    assert {row.parameter: row.state for row in told.rows} == kept
-    assert told.state_bytes == sum(kept.values())
-    assert f"stores {told.state_bytes / 1e6:.3g} MB of optimizer state" in str(told)
-    tight = replace(told, budget_bytes=64 << 20)
+    assert {row.parameter: row.state for row in report.rows} == state_bytes
+    assert report.state_bytes == sum(state_bytes.values())
+    assert f"stores {report.state_bytes / 1e6:.3g} MB of optimizer state" in str(report)
+    tight = replace(report, budget_bytes=64 << 20)
     assert "a step takes up to memory_budget_mb=64 more\n" in str(tight)
     assert "=64 more, and more for 2 matrices that it takes one at a time\n" in str(replace(tight, alone=2))
 
@@ -813,15 +813,15 @@ def test_a_flat_tensor_is_explained_parameter_by_parameter() -> None:
     shapes = {"first": (4, 3), "second": (6,)}
     flat, contents, start = nn.Parameter(torch.randn(20)), list[mm.FlatParameter](), 0
     for name, shape in shapes.items():
-        held = ((Interval(0, math.prod(shape), start),),)
-        contents.append(mm.FlatParameter(name, mm.FlatShards(MeshLayout.replicated(shape, (0,)), held, (20,))))
+        intervals = ((Interval(0, math.prod(shape), start),),)
+        contents.append(mm.FlatParameter(name, mm.FlatShards(MeshLayout.replicated(shape, (0,)), intervals, (20,))))
         start += math.prod(shape)
     group = {"params": [flat], "param_names": ["flat"], "algorithm": "adamw", "reasons": ["as it is flat"]}
-    told = mm.Muon([group], layouts={"flat": contents}).explain()
-    assert [(row.parameter, row.matrices, row.reason) for row in told.rows] == [
+    report = mm.Muon([group], layouts={"flat": contents}).explain()
+    assert [(row.parameter, row.matrices, row.reason) for row in report.rows] == [
         ("first", "4×3", "as it is flat"),
         ("second", "6", "as it is flat"),
     ]
     count = 4  # of steps, for each
-    assert [row.state for row in told.rows] == [2 * 4 * math.prod(shape) + count for shape in shapes.values()]
-    assert sum(row.state for row in told.rows) == told.state_bytes
+    assert [row.state for row in report.rows] == [2 * 4 * math.prod(shape) + count for shape in shapes.values()]
+    assert sum(row.state for row in report.rows) == report.state_bytes

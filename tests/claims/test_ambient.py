@@ -37,7 +37,7 @@ RULES = [
 
 
 def test_every_tensor_is_made_with_its_dtype_and_device() -> None:
-    found = []
+    calls = []
     for path in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -45,8 +45,8 @@ def test_every_tensor_is_made_with_its_dtype_and_device() -> None:
             named = {keyword.arg for keyword in node.keywords}
             of_torch = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
             if of_torch and not {"dtype", "device"} <= named:
-                found.append(f"{path.relative_to(SOURCES)}:{node.lineno}: {ast.unparse(node)}")
-    assert not found
+                calls.append(f"{path.relative_to(SOURCES)}:{node.lineno}: {ast.unparse(node)}")
+    assert not calls
 
 
 def settings(seed: int) -> dict[str, Any]:
@@ -85,49 +85,49 @@ def trained(seed: int, *, hostile: bool) -> dict[str, Any]:
         drawn = Ambient.drawn(f"{seed} {part}")
         return around_entries((drawn if threads is None else replace(drawn, threads=threads)) if hostile else None)
 
-    def made(tensors: dict[str, Tensor]) -> tuple[Bag, mm.Muon]:
+    def model_and_optimizer(tensors: dict[str, Tensor]) -> tuple[Bag, mm.Muon]:
         model = Bag(tensors)
         entries = groups(model)
         entries[0]["algorithm"] = rule
         return model, mm.Muon(entries, **{**SETTINGS, **chosen})
 
     with ambient("made"):
-        model, optimizer = made(values(weights))
-    told: dict[str, Any] = {}
+        model, optimizer = model_and_optimizer(values(weights))
+    figures: dict[str, Any] = {}
     for step in range(3):
-        given = gradients(step + 1)
-        given["even"] = torch.randn(400, 900, generator=torch.Generator().manual_seed(step))
+        step_gradients = gradients(step + 1)
+        step_gradients["even"] = torch.randn(400, 900, generator=torch.Generator().manual_seed(step))
         for name, parameter in model.named_parameters():
-            parameter.grad = given[name].to(parameter.dtype)
+            parameter.grad = step_gradients[name].to(parameter.dtype)
         with ambient(f"step {step}"):
             if policy is not None:
                 norms = optimizer.clip_grad_norm_(1.0, policy=policy)
-                told[f"norms {step}"] = [float(norms.total), float(norms.muon), float(norms.adamw)]
+                figures[f"norms {step}"] = [float(norms.total), float(norms.muon), float(norms.adamw)]
             optimizer.step()
-            told[f"metrics {step}"] = optimizer.metrics()
+            figures[f"metrics {step}"] = optimizer.metrics()
         if step == 1:
             with ambient("saved"):
                 saved = optimizer.state_dict()
             with ambient("loaded"):
-                model, optimizer = made({name: p.detach() for name, p in model.named_parameters()})
+                model, optimizer = model_and_optimizer({name: p.detach() for name, p in model.named_parameters()})
                 optimizer.load_state_dict(saved)
-    found: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
+    tensors_after: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         name = next(name for name, p in model.named_parameters() if p is parameter)
-        found |= {f"{name} {key}": value for key, value in state.items()}
-    assert not [name for name, value in found.items() if value.is_inference()]
-    return {**found, "told": told}
+        tensors_after |= {f"{name} {key}": value for key, value in state.items()}
+    assert not [name for name, value in tensors_after.items() if value.is_inference()]
+    return {**tensors_after, "told": figures}
 
 
 def check(seed: int) -> None:
-    expected, found = trained(seed, hostile=False), trained(seed, hostile=True)
-    told, heard = expected.pop("told"), found.pop("told")
-    assert expected.keys() == found.keys(), seed
+    expected, hostile_tensors = trained(seed, hostile=False), trained(seed, hostile=True)
+    figures, hostile_figures = expected.pop("told"), hostile_tensors.pop("told")
+    assert expected.keys() == hostile_tensors.keys(), seed
     kinds = {name: (value.dtype, value.device) for name, value in expected.items()}
-    assert {name: (value.dtype, value.device) for name, value in found.items()} == kinds, seed
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == [], settings(seed)
-    for step, figures in told.items():
-        assert heard[step] == pytest.approx(figures, rel=1e-12), settings(seed)
+    assert {name: (value.dtype, value.device) for name, value in hostile_tensors.items()} == kinds, seed
+    assert [name for name in expected if not torch.equal(expected[name], hostile_tensors[name])] == [], settings(seed)
+    for step, expected_values in figures.items():
+        assert hostile_figures[step] == pytest.approx(expected_values, rel=1e-12), settings(seed)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -46,8 +46,8 @@ def mesh() -> Any:
 
 def step_zeroed(layout: str, wait: bool) -> list[str]:
     results = []
-    for held, waits in ((layout, wait), ("local", True)):
-        model, group = problem.hold(held, problem.initial())
+    for layout_name, waits in ((layout, wait), ("local", True)):
+        model, group = problem.hold(layout_name, problem.initial())
         optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
         optimizer._runtime.driver = Driver(waits)
         for step in range(4):
@@ -111,9 +111,11 @@ def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str
         gradient[4:] *= not missing
         twin.grad = None if step == 2 else gradient  # then no rank has one, and nothing moves
         weight.grad = None if step == 2 or (missing and dist.get_rank()) else problem.placed_like(weight, gradient)
-        ours, theirs = ((optimizer.step(), optimizer.metrics())[1] for optimizer in (sharded, single))
-    found = [gathered.whole({"": p, **o.state[p]}) for o, p in ((sharded, weight), (single, twin))]
-    return problem.differing(*found), [name for name in theirs if float(ours[name]) != pytest.approx(theirs[name])]
+        metrics, expected = ((optimizer.step(), optimizer.metrics())[1] for optimizer in (sharded, single))
+    results = [gathered.whole({"": p, **o.state[p]}) for o, p in ((sharded, weight), (single, twin))]
+    return problem.differing(*results), [
+        name for name in expected if float(metrics[name]) != pytest.approx(expected[name])
+    ]
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -159,8 +161,8 @@ def mistake(kind: str) -> None:
     """Make a mistake on rank 1 only, in the second step; every rank must raise and nothing be written."""
     model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-    late, kind = kind.startswith("late "), kind.removeprefix("late ")
-    optimizer._runtime.driver = Driver(False if late else None)
+    in_last_flags, kind = kind.startswith("late "), kind.removeprefix("late ")
+    optimizer._runtime.driver = Driver(False if in_last_flags else None)
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
             model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
@@ -177,7 +179,7 @@ def mistake(kind: str) -> None:
             parameter.grad = distribute_tensor(torch.ones(64, 96), everyone, [Shard(1)], src_data_rank=None)
     try:
         optimizer.step()
-        if late:
+        if in_last_flags:
             optimizer.step()  # the flags of the last step have arrived
     finally:
         after = problem.result(model, optimizer)
@@ -218,12 +220,12 @@ def recover() -> list[str]:
             for name, gradient in problem.gradients(step).items():
                 model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
             if wrong and step == 1:
-                kept = model.get_parameter("tall").grad
+                gradient_of_tall = model.get_parameter("tall").grad
                 if dist.get_rank() == 1:
                     model.get_parameter("tall").grad = None
                 with pytest.raises(mm.PlanError):
                     optimizer.step()
-                model.get_parameter("tall").grad = kept
+                model.get_parameter("tall").grad = gradient_of_tall
             optimizer.step()
         results.append(problem.result(model, optimizer))
     return problem.differing(*results)
@@ -251,8 +253,8 @@ def step_of_different_plans(kind: str) -> None:
         for i, t in enumerate(tensors)
     ]
     steps = 4 if kind == "settings" and odd else 5
-    asked = {"kernels": ("auto", "torch"), "variant": ("compiled", "amx")}.get(kind, ("auto", "auto"))[odd]
-    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=asked)
+    products = {"kernels": ("auto", "torch"), "variant": ("compiled", "amx")}.get(kind, ("auto", "auto"))[odd]
+    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=products)
     if kind == "partial" and odd:
         partial = DTensor.from_local(torch.ones(8, 6), everyone, [Partial()])
         optimizer.param_groups[0]["params"][0] = partial
@@ -278,20 +280,20 @@ def test_plans_that_differ_are_an_error_on_every_rank(workers, kind: str, messag
         assert outcome.seconds < 10
 
 
-def products_of_one_rank(asked: str, without: int) -> tuple[list[str], list[str]]:
+def products_of_one_rank(products_asked_for: str, without: int) -> tuple[list[str], list[str]]:
     """Step with a package that has no library of products on one rank; return warnings and differences.
 
     What differs is compared with torch's products everywhere.
     """
-    own, gains, amx = compiled.__file__, dict(kernels._GAIN), torch.cpu._is_amx_tile_supported
+    path, gains, amx = compiled.__file__, dict(kernels._GAIN), torch.cpu._is_amx_tile_supported
     kernels._GAIN.update(dict.fromkeys(("neon", "bf16", *gains), range(1, 512)))  # whatever this processor is
     torch.cpu._is_amx_tile_supported = lambda: False
     results = []
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for products, lacks in ((asked, without), ("torch", -1)):
-                compiled.__file__ = "/nowhere/compiled.py" if dist.get_rank() == lacks else own
+            for products, lacks in ((products_asked_for, without), ("torch", -1)):
+                compiled.__file__ = "/nowhere/compiled.py" if dist.get_rank() == lacks else path
                 compiled.library.cache_clear()
                 auto_takes.cache_clear()
                 weights = [torch.randn(60 + n, 130, generator=torch.Generator().manual_seed(n)) for n in range(4)]
@@ -305,24 +307,24 @@ def products_of_one_rank(asked: str, without: int) -> tuple[list[str], list[str]
                 copy.deepcopy(optimizer)
                 results.append({name: parameter.full_tensor() for name, parameter in named})
     finally:
-        compiled.__file__, torch.cpu._is_amx_tile_supported = own, amx
+        compiled.__file__, torch.cpu._is_amx_tile_supported = path, amx
         kernels._GAIN.clear()
         kernels._GAIN.update(gains)
         compiled.library.cache_clear()
         auto_takes.cache_clear()
-    told = [str(warning.message) for warning in caught if "kernels" in str(warning.message)]
-    return told, problem.differing(*results)
+    messages = [str(warning.message) for warning in caught if "kernels" in str(warning.message)]
+    return messages, problem.differing(*results)
 
 
 def test_ranks_take_the_products_that_all_of_them_have(workers, products: None) -> None:
     """Torch's, and rank 0 says so once. Where all have ours, all take ours, which have other bits."""
     for without in (0, 1):
-        (told, differing), (other, differing_there) = workers(2).run(products_of_one_rank, "auto", without)
+        (messages, differing), (other, differing_there) = workers(2).run(products_of_one_rank, "auto", without)
         assert (differing, differing_there, other) == ([], [], [])
-        assert len(told) == 1
-        assert "all ranks use torch's products. Install the same wheel" in told[0]
-    for told, differing in workers(2).run(products_of_one_rank, "auto", -1):
-        assert told == []
+        assert len(messages) == 1
+        assert "all ranks use torch's products. Install the same wheel" in messages[0]
+    for messages, differing in workers(2).run(products_of_one_rank, "auto", -1):
+        assert messages == []
         assert differing
 
 
@@ -337,14 +339,14 @@ def test_ranks_on_different_processors_hold_the_same_weights(
         environment = pretended.environment(variant if rank == other else "no-amx")
         command = [sys.executable, "-m", "tests.support.processors", str(tmp_path / "store"), str(rank)]
         running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    found = [json.loads(process.communicate(timeout=120)[0]) for process in running]
-    assert [rank["differing"] for rank in found] == [[], []]
-    assert variant == "amx" or not found[other]["bf16"]
-    assert variant == "avx2" or found[0]["takes"] != found[1]["takes"]
-    if found[0]["takes"] != found[1]["takes"]:  # else the whole processor has AVX2 alone
-        assert [len(rank["told"]) for rank in found] == [1, 0]
-        assert "all ranks use torch's products" in found[0]["told"][0]
-        assert [rank["not torch's"] for rank in found] == [[], []]
+    reports = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    assert [rank["differing"] for rank in reports] == [[], []]
+    assert variant == "amx" or not reports[other]["bf16"]
+    assert variant == "avx2" or reports[0]["takes"] != reports[1]["takes"]
+    if reports[0]["takes"] != reports[1]["takes"]:  # else the whole processor has AVX2 alone
+        assert [len(rank["told"]) for rank in reports] == [1, 0]
+        assert "all ranks use torch's products" in reports[0]["told"][0]
+        assert [rank["not torch's"] for rank in reports] == [[], []]
 
 
 def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(workers, emulated_amx: Path) -> None:
@@ -382,9 +384,9 @@ def not_a_member() -> str:
         weight.grad = torch.ones(4, 4)
         optimizer.step()
         return "stepped"
-    with pytest.raises(ValueError, match="process_group: found") as found:
+    with pytest.raises(ValueError, match="process_group: found") as error:
         mm.Muon([weight], process_group=group)
-    return str(found.value)
+    return str(error.value)
 
 
 def test_a_process_group_without_this_rank_is_refused(workers) -> None:
@@ -635,20 +637,20 @@ def two_groups() -> tuple[list[str], int]:
                 model.get_parameter(name).grad = gradient
             optimizer.step()
             if group != "local":
-                done = optimizer.counts.orthogonalized
+                orthogonalized = optimizer.counts.orthogonalized
         results.append(problem.result(model, optimizer))
-    return problem.differing(*results), done
+    return problem.differing(*results), orthogonalized
 
 
 def test_groups_that_share_nothing_do_not_wait_for_each_other(workers) -> None:
     outcomes = workers(4).run(two_groups)
     assert [differing for differing, _ in outcomes] == [[]] * 4
-    counts = [done for _, done in outcomes]
+    counts = [orthogonalized for _, orthogonalized in outcomes]
     assert counts[0] + counts[1] == counts[2] + counts[3]
     assert min(counts) > 0
 
 
-def kept() -> dict[str, int]:
+def buffer_addresses() -> dict[str, int]:
     """Where the buffers of a step are, by role."""
     roles = {role: views[None] for (role, _), views in vars(threads._thread_local)["scratch"].items()}
     assert {"gather.send 0", "scatter.receive 1"} <= roles.keys()
@@ -664,7 +666,7 @@ def pipeline() -> tuple[list[str], bool]:
     optimizer.step()
     exchange = optimizer._runtime.planned.exchange
     owners = exchange
-    buffers = kept()
+    buffers = buffer_addresses()
     events: list[str] = []
     run = exchange.run
 
@@ -672,9 +674,9 @@ def pipeline() -> tuple[list[str], bool]:
         step_elementwise, orthogonalize, numbers = work.step_elementwise, owners._orthogonalize, itertools.count()
 
         def computed(*batches: Any) -> Any:
-            found = orthogonalize(*batches)
+            updates = orthogonalize(*batches)
             events.append(f"computed {next(numbers)}")
-            return found
+            return updates
 
         work.step_elementwise, owners._orthogonalize = lambda: (events.append("adamw 0"), step_elementwise()), computed
         return run(work)
@@ -683,14 +685,14 @@ def pipeline() -> tuple[list[str], bool]:
     for method in ("_gather", "_compute", "_scatter", "_receive"):
         original = getattr(owners, method)
 
-        def logged(what: Any, *args: Any, _name: str = method, _call: Any = original) -> Any:
-            if what is not None:  # no stage before the first
-                events.append(f"{_name[1:]} {getattr(what, 'stage', what).number}")
-            return _call(what, *args)
+        def logged(bucket: Any, *args: Any, _name: str = method, _call: Any = original) -> Any:
+            if bucket is not None:  # no stage before the first
+                events.append(f"{_name[1:]} {getattr(bucket, 'stage', bucket).number}")
+            return _call(bucket, *args)
 
         setattr(owners, method, logged)
     optimizer.step()
-    return events, buffers == kept()
+    return events, buffers == buffer_addresses()
 
 
 def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(workers) -> None:

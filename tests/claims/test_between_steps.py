@@ -143,8 +143,12 @@ class Training:
         self.weights = {name: nn.Parameter(value.to(dtype)) for name, value in shapes(0).items()}
         names = ("a", "b", "c"), ("v", "e")
         groups = [
-            {"params": [(name, self.weights[name]) for name in some], "algorithm": algorithm, "name": algorithm}
-            for some, algorithm in zip(names, (rule, "adamw"), strict=True)
+            {
+                "params": [(name, self.weights[name]) for name in members],
+                "algorithm": algorithm,
+                "name": algorithm,
+            }
+            for members, algorithm in zip(names, (rule, "adamw"), strict=True)
         ]
         self.optimizer = mm.Muon(groups, **{"lr": 0.01, **options})
         self.steps = 0
@@ -162,11 +166,11 @@ class Training:
 def bits(value: Any) -> Any:
     """What a value is, to be compared: tensors by their bits."""
     if isinstance(value, Tensor):
-        held = value.detach()
-        told = (held.dtype, tuple(held.shape), held.device.type, held.layout)
-        if held.is_meta or held.layout is not torch.strided or held.untyped_storage().nbytes() < held.nbytes:
-            return told
-        return *told, held.clone().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        tensor = value.detach()
+        properties = (tensor.dtype, tuple(tensor.shape), tensor.device.type, tensor.layout)
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            return properties
+        return *properties, tensor.clone().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(entry) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):
@@ -189,10 +193,10 @@ Undo = Callable[[], object]
 def set_a_setting(draw: Any, training: Training) -> Undo:
     group = draw(st.sampled_from(training.optimizer.param_groups))
     kinds = [kind for name, kind in RULES.items() if name is group.get("algorithm")]  # it may be set to anything before
-    own = [key for kind in kinds for key in kind.settings()]
-    own += [*GROUP_SETTINGS, "lr", "lr", "weight_decay", "algorithm", "matrices"]
-    own += ["param_names", "name", "params", "steps_taken", "unknown"]
-    key = draw(st.sampled_from(own))
+    keys = [key for kind in kinds for key in kind.settings()]
+    keys += [*GROUP_SETTINGS, "lr", "lr", "weight_decay", "algorithm", "matrices"]
+    keys += ["param_names", "name", "params", "steps_taken", "unknown"]
+    key = draw(st.sampled_from(keys))
     before, had = group.get(key), key in group
     values = [*map(lambda value: lambda: value, NUMBERS), *TENSORS, *POLYNOMIALS]
     value = draw(st.sampled_from(values))()
@@ -207,17 +211,17 @@ def set_a_setting(draw: Any, training: Training) -> Undo:
 
 def replace_a_weight(draw: Any, training: Training) -> Undo:
     weight = training.weights[draw(st.sampled_from(sorted(training.weights)))]
-    held, gradient = weight.data, weight.grad
+    values, gradient = weight.data, weight.grad
 
     def undo() -> None:
         weight.grad = None
-        weight.data = held
+        weight.data = values
         weight.grad = gradient
 
     value = draw(st.sampled_from(sorted(VARIANTS)))
     weight.grad = None
     try:
-        weight.data = VARIANTS[value](held)
+        weight.data = VARIANTS[value](values)
         weight.grad = torch.ones_like(weight) if weight.is_floating_point() else None
     except (RuntimeError, TypeError):  # torch's own: such data it does not take
         undo()
@@ -225,7 +229,7 @@ def replace_a_weight(draw: Any, training: Training) -> Undo:
 
 
 def move_all(draw: Any, training: Training) -> Undo:
-    model, held = nn.ParameterDict(training.weights), {name: weight.data for name, weight in training.weights.items()}
+    model, values = nn.ParameterDict(training.weights), {name: weight.data for name, weight in training.weights.items()}
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16, "meta"]))
     model.to(dtype)
     state = {weight: dict(training.optimizer.state[weight]) for weight in training.weights.values()}
@@ -233,7 +237,7 @@ def move_all(draw: Any, training: Training) -> Undo:
     def undo() -> None:
         for name, weight in training.weights.items():
             weight.grad = None
-            weight.data = held[name]
+            weight.data = values[name]
             training.optimizer.state[weight] = state[weight]
 
     return undo
@@ -316,12 +320,12 @@ def trainings(draw: Any) -> Callable[[], Training]:
 
 
 def check(data: st.DataObject) -> None:
-    make, seen = data.draw(trainings()), data.draw(st.integers(0, 2))
+    make, steps_before = data.draw(trainings()), data.draw(st.integers(0, 2))
     training, twin = make(), make()
-    for one in (training, twin):
-        for _ in range(seen):
-            one.step()
-        one.gradients()
+    for trained in (training, twin):
+        for _ in range(steps_before):
+            trained.step()
+        trained.gradients()
     several = data.draw(st.integers(0, 3))
     actions = [set_a_setting] * several or [data.draw(st.sampled_from(ACTIONS), label="action")]
     undone = [action(data.draw, training) for action in actions]
@@ -337,8 +341,8 @@ def check(data: st.DataObject) -> None:
         undo()
     if raised is not None:
         assert after == before, str(raised)
-        for one in (training, twin):
-            one.step()
+        for trained in (training, twin):
+            trained.step()
         assert all_of(training) == all_of(twin)
         return
     with contextlib.suppress(mm.StateError):  # of a step with weights of another shape
@@ -377,12 +381,12 @@ def spoiled(kind: type[Any], methods: Sequence[str], spoils: list[str]) -> type[
     """A rule whose methods raise while ``spoils`` has their name."""
 
     def of(method: str) -> Callable[..., Any]:
-        def call(self: Any, *given: Any, **named: Any) -> Any:
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
             if method in spoils and (
-                method != "summands" or given[0].numel()
+                method != "summands" or arguments[0].numel()
             ):  # a plan asks it how many sums there are
                 raise Spoiled(method)
-            return getattr(super(rule, self), method)(*given, **named)
+            return getattr(super(rule, self), method)(*arguments, **named)
 
         call.__code__ = call.__code__.replace(co_name=method)
         return call
@@ -430,12 +434,12 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
     )
     monkeypatch.setitem(RULES, "fragile", spoiled(kind, methods, spoils))
     training, twin = (Training("fragile" if method != "update" else "muon", torch.float32, {}) for _ in range(2))
-    for one in (training, twin):
+    for trained in (training, twin):
         if method == "update":
-            one.optimizer.param_groups[1]["algorithm"] = "fragile"
-        one.step()
-    for one in (training, twin):
-        for group in one.optimizer.param_groups:
+            trained.optimizer.param_groups[1]["algorithm"] = "fragile"
+        trained.step()
+    for trained in (training, twin):
+        for group in trained.optimizer.param_groups:
             group["lr"] = 0.02  # a rule is checked again when a setting of its group has changed
     saved, weights = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.weights)
     training.gradients()
@@ -443,22 +447,22 @@ def test_a_rule_that_raises_is_named_and_no_step_follows_until_state_is_loaded(
     spoils.append(method)
     with pytest.raises(Spoiled) as error:
         training.optimizer.step()
-    told = "".join(traceback.format_exception(error.value))
+    report = "".join(traceback.format_exception(error.value))
     spoils.clear()
     if method in BEFORE_A_WRITE:
         assert all_of(training) == before
     else:
-        assert "muonmesh: This error was raised after the step had begun to write" in told
-        assert f"in {method}\n" in told
+        assert "muonmesh: This error was raised after the step had begun to write" in report
+        assert f"in {method}\n" in report
         for call in (training.optimizer.step, training.optimizer.state_dict):
             with pytest.raises(mm.StateError, match=r"interrupted while it wrote.*load_state_dict"):
                 call()
         for name, weight in weights.items():
             training.weights[name].data.copy_(weight)
         training.optimizer.load_state_dict(saved)
-    for one in (training, twin):
-        one.steps = 1
-        one.step()
+    for trained in (training, twin):
+        trained.steps = 1
+        trained.step()
     assert all_of(training) == all_of(twin)
 
 
@@ -467,12 +471,12 @@ def test_a_freed_tensor_in_place_of_a_state_is_not_read() -> None:
     training = Training("muon", torch.float32, {})
     training.step()
     weight = training.weights["a"]
-    before, held = all_of(training), training.optimizer.state[weight]
+    before, state = all_of(training), training.optimizer.state[weight]
     training.gradients()
     training.optimizer.state[weight] = freed(torch.ones(3000))  # type: ignore[assignment]
     with pytest.raises(mm.StateError, match="a: found a Tensor as its state; needed a dict"):
         training.optimizer.step()
-    training.optimizer.state[weight] = held
+    training.optimizer.state[weight] = state
     assert all_of(training) == before
 
 
@@ -558,13 +562,15 @@ def anew(training: Training) -> Training:
     """The same weights, gradients, state and groups in an optimizer that has not stepped."""
     twin = copy.copy(training)
     twin.weights = {name: nn.Parameter(weight.detach().clone()) for name, weight in training.weights.items()}
-    mine = {id(weight): twin.weights[name] for name, weight in training.weights.items()}
+    twin_weights = {id(weight): twin.weights[name] for name, weight in training.weights.items()}
     for name, weight in training.weights.items():
         twin.weights[name].grad = weight.grad
     twin.optimizer = mm.Muon([{"params": list(twin.weights.values()), "algorithm": "adamw"}], **training.options)
     twin.optimizer.param_groups = [
         {
-            key: [mine[id(one)] for one in value] if key == "params" else copy.deepcopy(value)
+            key: [twin_weights[id(weight_of_group)] for weight_of_group in value]
+            if key == "params"
+            else copy.deepcopy(value)
             for key, value in group.items()
         }
         for group in training.optimizer.param_groups
@@ -582,9 +588,11 @@ def outcome(training: Training) -> Any:
     return all_of(training)
 
 
-def told(found: StepSettings) -> Any:
-    rules = [rule and (type(rule), [bits(getattr(rule, each.name)) for each in fields(rule)]) for rule in found.rules]
-    return str(found.error), found.at_rest, found.counting, rules, found.terms
+def comparable(reading: StepSettings) -> Any:
+    rules = [
+        rule and (type(rule), [bits(getattr(rule, field.name)) for field in fields(rule)]) for rule in reading.rules
+    ]
+    return str(reading.error), reading.at_rest, reading.counting, rules, reading.terms
 
 
 def check_reading(data: st.DataObject) -> None:
@@ -606,7 +614,7 @@ def check_reading(data: st.DataObject) -> None:
     for change in data.draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=2), label="changes"):
         with contextlib.suppress(KeyError, TypeError):  # of a key that a change before it has removed or set
             change(data.draw, groups)
-    assert told(read_groups(groups, {}, before)) == told(read_groups(groups, {}))
+    assert comparable(read_groups(groups, {}, before)) == comparable(read_groups(groups, {}))
     fresh = anew(training)
     assert outcome(training) == outcome(fresh)
 

@@ -76,8 +76,8 @@ def test_complex_weights_under_fsdp2_are_stepped_as_torch_steps_them(workers: An
         net().backward()
         reference.step()
         net.zero_grad()
-    for found in workers(2).run(trained, settings):
+    for tensors in workers(2).run(trained, settings):
         for name, weight in weights.items():
             for key, value in {"": weight, **reference.state[weight]}.items():
                 if key != "step":
-                    assert torch.equal(found[f"spectral.{name} {key}".strip()], value), (name, key)
+                    assert torch.equal(tensors[f"spectral.{name} {key}".strip()], value), (name, key)

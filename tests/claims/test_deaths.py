@@ -26,19 +26,19 @@ def weights_after(steps: int) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
 
 
-def check(told: dict[int, Told], victim: int, *, patience: float = 30.0, alone: bool = True) -> None:
+def check(reports: dict[int, Told], victim: int, *, patience: float = 30.0, alone: bool = True) -> None:
     """``alone``: whether nobody else is named, such as ranks that have ended because of the victim."""
-    for rank, said in told.items():
-        assert said.error, f"rank {rank} finished {STEPS} steps without rank {victim}"
-        missing = said.error.partition("Missing: ")[2].partition(".")[0].split(", ")
-        assert missing == [str(victim)] if alone else str(victim) in missing, said.error
-        assert said.seconds < TIMEOUT + patience
-        if not said.refused:
-            assert said.whole >= LAST_WHOLE
-            expected = weights_after(said.whole)
-            assert all(np.array_equal(said.weights[name], expected[name]) for name in expected), (rank, said.whole)
+    for rank, report in reports.items():
+        assert report.error, f"rank {rank} finished {STEPS} steps without rank {victim}"
+        missing = report.error.partition("Missing: ")[2].partition(".")[0].split(", ")
+        assert missing == [str(victim)] if alone else str(victim) in missing, report.error
+        assert report.seconds < TIMEOUT + patience
+        if not report.refused:
+            assert report.whole >= LAST_WHOLE
+            expected = weights_after(report.whole)
+            assert all(np.array_equal(report.weights[name], expected[name]) for name in expected), (rank, report.whole)
         else:
-            assert "interrupted while it wrote" in said.refused
+            assert "interrupted while it wrote" in report.refused
 
 
 @pytest.mark.slow
@@ -52,11 +52,11 @@ def check(told: dict[int, Told], victim: int, *, patience: float = 30.0, alone: 
     ],
 )
 def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(moment: Moment, how: How) -> None:
-    told = left_behind(moment, how)
-    assert sorted(told) == [0, 2]
-    check(told, 1)
+    reports = left_behind(moment, how)
+    assert sorted(reports) == [0, 2]
+    check(reports, 1)
     if moment not in ("before the flags", "at the end"):
-        assert all(said.refused for said in told.values()), "the step had begun to write"
+        assert all(report.refused for report in reports.values()), "the step had begun to write"
 
 
 @pytest.mark.slow
@@ -65,21 +65,21 @@ def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(m
 )
 def test_the_rank_that_keeps_the_store_is_named_too(how: How) -> None:
     """Without torchrun rank 0 keeps the store, so that nobody can look there who is missing."""
-    told = left_behind("before the scatter", how, victim=0, keeps=True)
-    for said in told.values():
-        assert "The store of the ranks, in the process of rank 0" in said.error, said.error
-        assert said.seconds < TIMEOUT + 30
-        assert said.refused
+    reports = left_behind("before the scatter", how, victim=0, keeps=True)
+    for report in reports.values():
+        assert "The store of the ranks, in the process of rank 0" in report.error, report.error
+        assert report.seconds < TIMEOUT + 30
+        assert report.refused
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", get_args(How))
 def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> None:
     """Four ranks on two machines. A rank that is sent nothing more may finish the step, and waits in the next one."""
-    told = left_behind("before passing on", how, ranks=4, machine=2)
-    assert sorted(told) == [0, 2, 3]
-    check(told, 1, alone=False)
-    assert any(said.refused for said in told.values()), "the step had begun to write"
+    reports = left_behind("before passing on", how, ranks=4, machine=2)
+    assert sorted(reports) == [0, 2, 3]
+    check(reports, 1, alone=False)
+    assert any(report.refused for report in reports.values()), "the step had begun to write"
 
 
 @pytest.mark.slow
@@ -89,9 +89,9 @@ def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> 
 @pytest.mark.parametrize("moment", [*TO_OWNERS, "before the flags", "at the end"])
 def test_a_rank_that_vanishes_while_gradients_travel_to_owners_is_named(moment: Moment, how: How, machine: int) -> None:
     """Whether in a backward pass or in a step, on one machine and on two."""
-    told = left_behind(moment, how, ranks=4, machine=machine, to_owners=True)
-    assert sorted(told) == [0, 2, 3]
-    check(told, 1, alone=False)
+    reports = left_behind(moment, how, ranks=4, machine=machine, to_owners=True)
+    assert sorted(reports) == [0, 2, 3]
+    check(reports, 1, alone=False)
     if moment in TO_OWNERS:
-        assert not any(said.refused for said in told.values()), "no rank has written anything yet"
-        assert {said.whole for said in told.values()} == {LAST_WHOLE}
+        assert not any(report.refused for report in reports.values()), "no rank has written anything yet"
+        assert {report.whole for report in reports.values()} == {LAST_WHOLE}

@@ -125,11 +125,11 @@ def test_every_argument_has_a_subject() -> None:
     page = (ROOT / "docs/reference/muon.md").read_text().partition("| set first |")[2]
     first, _, others = page.partition("| subject |")
     by_subject = [cell for row in others.splitlines() if row.startswith("| ") for cell in [row.split("|")[2]]]
-    told = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in first.splitlines() if row.startswith("| ")))
-    assert len(told) == 10
-    told += re.findall(r"`(\w+)`", "".join(cell.replace("(`from_model`)", "") for cell in by_subject))
-    taken = {*inspect.signature(mm.Muon).parameters, *inspect.signature(mm.from_model).parameters}
-    assert sorted(told) == sorted(taken - {"params", "model"})
+    names = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in first.splitlines() if row.startswith("| ")))
+    assert len(names) == 10
+    names += re.findall(r"`(\w+)`", "".join(cell.replace("(`from_model`)", "") for cell in by_subject))
+    arguments = {*inspect.signature(mm.Muon).parameters, *inspect.signature(mm.from_model).parameters}
+    assert sorted(names) == sorted(arguments - {"params", "model"})
 
 
 def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None:
@@ -137,18 +137,18 @@ def test_what_a_page_loads_and_where_it_links_is_checked(tmp_path: Path) -> None
     (tmp_path / "a.css").write_text("p { background: url(b.png) }")
     page = tmp_path / "index.html"
 
-    def found() -> list[str]:
+    def faults() -> list[str]:
         script = ROOT / "docs" / "site" / "check.py"
-        done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
-        assert done.returncode == (0 if "nothing is loaded" in done.stdout else 1)
-        return [] if done.returncode == 0 else done.stdout.splitlines()
+        process = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+        assert process.returncode == (0 if "nothing is loaded" in process.stdout else 1)
+        return [] if process.returncode == 0 else process.stdout.splitlines()
 
     page.write_text(fine)
-    assert found() == []
+    assert faults() == []
     (tmp_path / "a.css").write_text("@import 'https://fonts.example/f.css';")
     wrong = '<script src="//cdn.example/x.js"></script><img src="gone.png"><a href="no.html"></a><a href="#no"></a>'
     page.write_text(fine + wrong)
-    assert [line.split(": ")[1].split(",")[0] for line in found()] == [
+    assert [line.split(": ")[1].split(",")[0] for line in faults()] == [
         "loads //cdn.example/x.js from elsewhere",
         "loads gone.png",
         "links to no.html",
@@ -244,26 +244,26 @@ def test_the_page_of_the_algorithm(ranks: int) -> None:
     assert len(text.splitlines()) <= 60
     torch.manual_seed(0)
     shapes = {"q": (48, 64), "up": (97, 40), "down": (40, 96), "idle": (8, 8)}
-    ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
     def cut(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         pieces = {name: tensor.tensor_split(ranks) for name, tensor in tensors.items()}
         return [{name: pieces[name][rank].clone() for name in tensors} for rank in range(ranks)]
 
-    weights = cut({name: parameter.detach() for name, parameter in ours.items()})
+    weights = cut({name: parameter.detach() for name, parameter in parameters.items()})
     momenta = cut({name: torch.zeros(shape) for name, shape in shapes.items()})
     owners = program["assign_owners"](shapes, ranks)
     exact = {"compute_dtype": torch.float32, "ns_coefficients": "polar_express", "ns_method": "standard"}
-    group = {"params": [*ours.items()], "algorithm": "muon"}
+    group = {"params": [*parameters.items()], "algorithm": "muon"}
     optimizer = mm.Muon([group], lr=0.02, process_group="local", **exact)
     for _ in range(3):
         gradients = {name: spread(torch.Size(shape)) for name, shape in shapes.items()}
         gradients["idle"].zero_()
-        for name, parameter in ours.items():
+        for name, parameter in parameters.items():
             parameter.grad = gradients[name].clone()
         optimizer.step()
         program["step"](weights, cut(gradients), momenta, owners, lr=0.02)
-    for name, parameter in ours.items():
+    for name, parameter in parameters.items():
         whole = torch.cat([shards[name] for shards in weights])
         torch.testing.assert_close(whole, parameter.detach(), rtol=0, atol=2e-5)  # an element moves by 0.004 a step
 
@@ -282,9 +282,9 @@ def test_the_page_about_the_optimizer() -> None:
         names["optimizer"].step()
         figures = names["optimizer"].metrics()
     text = (ROOT / "docs/optimizer.md").read_text()
-    told = re.findall(r"^\| `((?:gradient|momentum|update)_\w+)` \|", text, re.MULTILINE)
-    assert {f"muon/{name}" for name in told} == {key for key in figures if key.startswith("muon/")}
-    assert len(told) == 4
+    names_in_table = re.findall(r"^\| `((?:gradient|momentum|update)_\w+)` \|", text, re.MULTILINE)
+    assert {f"muon/{name}" for name in names_in_table} == {key for key in figures if key.startswith("muon/")}
+    assert len(names_in_table) == 4
     rates = {group["algorithm"]: group["lr"] for group in next(written)["optimizer"].param_groups}
     assert rates == {"muon": 6e-4, "adamw": 3e-4}
     names = next(written)
@@ -324,10 +324,10 @@ RATES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def spread(shape: torch.Size) -> Tensor:
     """Random numbers; a matrix has singular values over two decades, as momentum has."""
-    given = torch.randn(shape)
-    if given.ndim < 2:
-        return given
-    u, s, vh = torch.linalg.svd(given, full_matrices=False)
+    tensor = torch.randn(shape)
+    if tensor.ndim < 2:
+        return tensor
+    u, s, vh = torch.linalg.svd(tensor, full_matrices=False)
     return u * torch.logspace(0, -2, len(s)) @ vh
 
 
@@ -356,9 +356,9 @@ def test_rates_from_other_packages() -> None:
         (name, settings), *others = [RATES[key] for key in RATES if source.startswith(key)]
         assert others == []
         converted = mm.convert_settings(name, **settings)
-        theirs = steps(lambda model, converted=converted: mm.from_model(model, **converted))
-        ours = steps(lambda model, line=line: eval(line, {"mm": mm, "model": model}))
-        assert [ours[i] / theirs[i] for i in range(4)] == [pytest.approx(1.0, abs=0.11)] * 4, line
+        steps_converted = steps(lambda model, converted=converted: mm.from_model(model, **converted))
+        steps_of_line = steps(lambda model, line=line: eval(line, {"mm": mm, "model": model}))
+        assert [steps_of_line[i] / steps_converted[i] for i in range(4)] == [pytest.approx(1.0, abs=0.11)] * 4, line
 
 
 def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,12 +369,14 @@ def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "checkpoints/1000/manifest.json").exists()
     backward(model)
     optimizer.step()
-    kept = {key: value.clone() for key, value in optimizer.state[model.linear1.weight].items()}
+    saved_state = {key: value.clone() for key, value in optimizer.state[model.linear1.weight].items()}
     next(written)
     mm.checkpoint.save("checkpoints/1000", model, optimizer)  # the file beside the folder is no obstacle
     next(written)  # DCP gives back what there was
     state = optimizer.state[model.linear1.weight]
-    assert {key: torch.equal(value, state[key]) for key, value in kept.items()} == dict.fromkeys(kept, True)
+    assert {key: torch.equal(value, state[key]) for key, value in saved_state.items()} == dict.fromkeys(
+        saved_state, True
+    )
     assert (tmp_path / "checkpoints/dcp/.metadata").exists()
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
@@ -415,9 +417,9 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
             optimizer.step()
         weight, state = layer.linear1.weight, optimizer.state[layer.linear1.weight]
         assert weight.grad is not None
-        each = [weight.nbytes, weight.grad.nbytes, state["momentum_buffer"].nbytes]
-        each.append(state["master"].nbytes if "master" in state else 0)
-        cells = [str(size // weight.numel() or "") for size in (*each, sum(each))]
+        sizes = [weight.nbytes, weight.grad.nbytes, state["momentum_buffer"].nbytes]
+        sizes.append(state["master"].nbytes if "master" in state else 0)
+        cells = [str(size // weight.numel() or "") for size in (*sizes, sum(sizes))]
         assert f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |") in text
 
 
@@ -427,40 +429,45 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
 
     rows = []
     for name, ratios in recorded("update_sizes")["ratios"].items():
-        each = [*ratios.values()]
+        sizes = [*ratios.values()]
         rows.append(f"| `{name}`{' (those of torch.optim.Muon)' * (name == 'simple')} | ")
-        rows[-1] += " | ".join(f"{value:.3f}" for value in (statistics.mean(each), min(each), max(each)))
+        rows[-1] += " | ".join(f"{value:.3f}" for value in (statistics.mean(sizes), min(sizes), max(sizes)))
     last: dict[str, list[float]] = {}
-    for one in recorded("state")["runs"]:
-        last.setdefault(one["dtype"], []).append(one["validation"][-1][1])
-    rows += [f" | {statistics.mean(some):.3f} ± {statistics.stdev(some):.3f} |" for some in last.values()]
+    for record in recorded("state")["runs"]:
+        last.setdefault(record["dtype"], []).append(record["validation"][-1][1])
+    rows += [f" | {statistics.mean(finals):.3f} ± {statistics.stdev(finals):.3f} |" for finals in last.values()]
     for name in ("bf16", "int8"):
         apart = (f"{a - b:+.3f}".replace("-", "−") for a, b in zip(last[name], last["fp32"], strict=True))
         rows.append(f"| {', '.join(apart)} |")
     for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
-        found = {
-            one["lr"]: one["validation_loss"]
-            for one in recorded("adamw_sweep")["results"]
-            if one["optimizer"] == optimizer
+        losses = {
+            record["lr"]: record["validation_loss"]
+            for record in recorded("adamw_sweep")["results"]
+            if record["optimizer"] == optimizer
         }
-        best = min(found.values())
-        text = (f"{found[lr]:.3f}" if lr in found else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
+        best = min(losses.values())
+        text = (f"{losses[lr]:.3f}" if lr in losses else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
         cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
         rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     nano, small = (rows_of_variants(recorded(name)["runs"]) for name in ("variants", "variants_small"))
     rows += [f"| {name} | {nano[name]} | {small[name]} |" for name in nano]
     changes: dict[tuple[str, bool, str], list[str]] = {}
-    for one in recorded("coordinates")["runs"]:
+    for record in recorded("coordinates")["runs"]:
         for output in ("hidden 2", "logits"):
-            changes.setdefault((one["case"], one["carried"], output), []).append(f"{one['change'][output]:.3g}")
-    for (case, carried, output), some in changes.items():
+            changes.setdefault((record["case"], record["carried"], output), []).append(
+                f"{record['change'][output]:.3g}"
+            )
+    for (case, carried, output), numbers in changes.items():
         how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
-        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(some)} |")
-    widths = {(one["case"], one["carried"], one["width"]): one["each"] for one in recorded("coordinates_seeds")["runs"]}
+        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(numbers)} |")
+    widths = {
+        (record["case"], record["carried"], record["width"]): record["each"]
+        for record in recorded("coordinates_seeds")["runs"]
+    }
     for case, carried in dict.fromkeys((case, carried) for case, carried, _ in changes):
         pairs = [*zip(widths[case, carried, 256], widths[case, carried, 1024], strict=True)]
         cells = (
-            ", ".join(f"{wide[each] / small[each]:.2f}" for small, wide in pairs) for each in ("hidden 2", "logits")
+            ", ".join(f"{wide[layer] / small[layer]:.2f}" for small, wide in pairs) for layer in ("hidden 2", "logits")
         )
         how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
         rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {' | '.join(cells)} |")
@@ -471,9 +478,9 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
 def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
     """Return what each seed of a rule gains on Muon, by the rule's name on the page."""
     finals: dict[str, dict[float, dict[int, float]]] = {}
-    for one in runs:
-        by_rate = finals.setdefault(one["rule"], {})
-        by_rate.setdefault(one["multiple"], {})[one["seed"]] = one["validation"][-1][1]
+    for record in runs:
+        by_rate = finals.setdefault(record["rule"], {})
+        by_rate.setdefault(record["multiple"], {})[record["seed"]] = record["validation"][-1][1]
     best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
     named = {"adamw": "AdamW", "per head": "a matrix for each head", "cautious": "cautious decay"}
     named["scion head"] = "Scion's head"
@@ -484,7 +491,7 @@ def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
     return rows
 
 
-def ways() -> types.ModuleType:
+def module_of_ways() -> types.ModuleType:
     """Return benchmarks/studies/ways.py as a module."""
     spec = importlib.util.spec_from_file_location("ways", ROOT / "benchmarks" / "studies" / "ways.py")
     assert spec is not None
@@ -495,7 +502,7 @@ def ways() -> types.ModuleType:
 
 
 def test_the_thirty_ways_print_what_was_recorded() -> None:
-    script = ways()
+    script = module_of_ways()
     record = json.loads((ROOT / "benchmarks/results/ways.json").read_text())
     assert [title.partition(".")[0] for title in script.programs()] == [str(number) for number in range(1, 31)]
     assert set(record) == set(script.programs())
@@ -506,12 +513,12 @@ def test_the_thirty_ways_print_what_was_recorded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", one_in(3, range(3)))
 def test_the_ways_that_need_torch_alone_print_what_they_say(part: int) -> None:
-    script = ways()
+    script = module_of_ways()
     alone = {title: p for title, p in script.programs().items() if script.packages(p) <= {"torch", "transformers"}}
     assert len(alone) > 15
     alone = dict(list(alone.items())[part::3])
-    seen = dict(zip(alone, script.printed(*alone.values()), strict=True))
-    assert {t: lines for t, lines in seen.items() if not script.same(script.expected(alone[t]), lines)} == {}
+    outputs = dict(zip(alone, script.printed(*alone.values()), strict=True))
+    assert {t: lines for t, lines in outputs.items() if not script.same(script.expected(alone[t]), lines)} == {}
 
 
 def test_the_commands_that_pages_show_are_understood() -> None:
@@ -538,9 +545,9 @@ def test_the_page_about_clipping() -> None:
 
     model, logged, scaler = Net(), [], torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = mm.from_model(model, lr=0.01)
-    first = {"optimizer": optimizer, "log": lambda **what: logged.append(what["norm"])}
-    given = (first, {}, {"scaler": scaler}, {"TrainerCallback": TrainerCallback})
-    written = run("docs/clipping.md", *given)
+    first = {"optimizer": optimizer, "log": lambda **figures: logged.append(figures["norm"])}
+    namespaces = (first, {}, {"scaler": scaler}, {"TrainerCallback": TrainerCallback})
+    written = run("docs/clipping.md", *namespaces)
 
     def stepped() -> bool:
         optimizer.zero_grad()
@@ -585,26 +592,26 @@ def test_the_page_about_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     written = run("docs/migrating.md", *[{}] * 7)
 
-    def found(names: dict[str, Any]) -> tuple[Any, ...]:
+    def first_settings(names: dict[str, Any]) -> tuple[Any, ...]:
         group = names["optimizer"].param_groups[0]
         return group["lr"], group["scale_mode"], group["weight_decay"]
 
-    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
-    assert found(names := next(written)) == (0.02, "original", 0.1)
+    assert first_settings(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert first_settings(names := next(written)) == (0.02, "original", 0.1)
     assert names["optimizer"].param_groups[1]["lr"] == 3e-4
     assert [group["lr"] for group in next(written)["optimizer"].param_groups] == [0.05, 0.22]
-    assert found(next(written)) == (3e-4, "match_rms_adamw", 0.1)
+    assert first_settings(next(written)) == (3e-4, "match_rms_adamw", 0.1)
     assert next(written)["settings"]["lr"] == 0.02
     names = next(written)
     assert names["settings"]["scale_mode"] == "spectral"
     for parameter in names["model"].parameters():
         parameter.grad = torch.ones_like(parameter)
-    for theirs in (names["muon"], names["adamw"]):  # the steps of which the page speaks
-        theirs.step()
+    for optimizer in (names["muon"], names["adamw"]):  # the steps of which the page speaks
+        optimizer.step()
     momentum = {p: state["momentum_buffer"] for p, state in names["muon"].state.items()}
-    taken = next(written)["optimizer"].state
+    loaded_state = next(written)["optimizer"].state
     assert momentum
-    assert all(torch.equal(taken[p]["momentum_buffer"], kept) for p, kept in momentum.items())
+    assert all(torch.equal(loaded_state[p]["momentum_buffer"], buffer) for p, buffer in momentum.items())
 
 
 def test_the_page_about_rules() -> None:
@@ -675,8 +682,8 @@ def test_the_page_about_groups() -> None:
     reasons = {name: text for g in shown for name, text in zip(g["param_names"], g["reasons"], strict=True)}
     assert reasons["blocks.1.qkv.weight"] == "linear, fused: a forward cuts its output into 3 parts"
     assert reasons["head.weight"] == "output layer: in a forward, no other layer reads what it makes"
-    held = next(written)["optimizer"].param_groups
-    assert [group["matrices"][0] for group in held if "matrices" in group] == [("rows", 64, 64, 64)]
+    groups_of_page = next(written)["optimizer"].param_groups
+    assert [group["matrices"][0] for group in groups_of_page if "matrices" in group] == [("rows", 64, 64, 64)]
     groups = {name: group for group in next(written)["groups"] for name in group["param_names"]}
     assert groups["head.weight"]["algorithm"] == "muon"
     assert groups["blocks.0.norm.weight"]["lr"] == 1e-4
@@ -742,14 +749,14 @@ def shapes_on_the_page_about_layouts() -> list[dict[str, tuple[int, ...]]]:
     fourth = {"model": nn.ModuleDict({"mlp": nn.ModuleDict({"router": stamped_module(4, 6)})})}
     fourth["model"]["mlp"].fc1_weight = stamped_module(8, 6, **parallel).weight
     replicas = {"ddp_model": nn.parallel.DistributedDataParallel(nn.ModuleDict({"fc": nn.Linear(6, 16, bias=False)}))}
-    found = []
+    shapes = []
     pages = run("docs/layouts.md", {}, first, second, third, fourth), run("docs/to-owners.md", replicas)
     for number, names in enumerate(itertools.chain(*pages)):
         if number == 4:
             model = names["model"]
             names["optimizer"] = mm.Muon(list(model.named_parameters()), layouts=names["layouts"])
-        found.append({member.name: member.storage.shape for member in placed_members(names["optimizer"])})
-    return found
+        shapes.append({member.name: member.storage.shape for member in placed_members(names["optimizer"])})
+    return shapes
 
 
 @pytest.mark.slow
@@ -824,12 +831,12 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
     }
     assert splits["fused"] == ("rows", 32, 32, 32)
     assert len([*written]) == 6
-    one = mm.from_model(alone, lr=0.02, process_group="local", overrides=FUSED)
-    for given in gradients:
+    optimizer = mm.from_model(alone, lr=0.02, process_group="local", overrides=FUSED)
+    for step_gradients in gradients:
         for name, parameter in alone.named_parameters():
-            parameter.grad = given[name].clone()
-        one.clip_grad_norm_(1.0)
-        one.step()
+            parameter.grad = step_gradients[name].clone()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
     assert {name: p for name, p in host.model.named_parameters() if not torch.equal(p, alone.get_parameter(name))} == {}
     return {name: p.detach() for name, p in alone.named_parameters()}
 
@@ -875,26 +882,26 @@ def test_user_pages_are_short(tmp_path: Path) -> None:
     assert sum(len(text.split()) for text in texts) <= 15_000, "without programs"
     paths = [ROOT / "docs" / f"{page}.md" for page in pages]
     script = ROOT / "docs" / "site" / "words.py"
-    done = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
     (long := tmp_path / "long.md").write_text("word " * 901)
-    done = subprocess.run([sys.executable, script, long], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    process = subprocess.run([sys.executable, script, long], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
 
 
 def test_files_that_maintainers_pages_name_are_there() -> None:
-    there = {path.name for room in ("src", "tests", "benchmarks", "docs") for path in (ROOT / room).rglob("*.*")}
+    file_names = {path.name for room in ("src", "tests", "benchmarks", "docs") for path in (ROOT / room).rglob("*.*")}
     for page in ("architecture", "kernels", "numerics", "planning", "simulated"):
         named = re.findall(r"`(?:[\w/]*/)?(\w+\.(?:py|c|h))`", (ROOT / f"docs/internals/{page}.md").read_text())
-        assert set(named) - there == set(), page
+        assert set(named) - file_names == set(), page
 
 
 def test_maintainers_pages_are_short() -> None:
     """By `wc -w`: 250 words a decision, 600 a report, 25,000 all that only maintainers and sceptics read."""
 
     def words(*patterns: str) -> dict[str, int]:
-        found = {path.name: path for pattern in patterns for path in ROOT.glob(pattern)}
-        return {name: len(path.read_text().split()) for name, path in found.items()}
+        pages = {path.name: path for pattern in patterns for path in ROOT.glob(pattern)}
+        return {name: len(path.read_text().split()) for name, path in pages.items()}
 
     evidence = ("gpu-results", "how-we-know", "models-tried", "thirty-ways")
     others = words("docs/internals/*.md", "benchmarks/README.md", *(f"docs/{page}.md" for page in evidence))
@@ -936,11 +943,12 @@ def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() 
     rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", page, re.MULTILINE))
     assert rows.keys() == matrices[0].keys() - {"input"}
     for name, row in rows.items():
-        found = {
-            key: [each[name][key] for each in matrices if key in each[name]] for key in ("largest", "own", "polar")
+        figures = {
+            key: [matrix[name][key] for matrix in matrices if key in matrix[name]]
+            for key in ("largest", "own", "polar")
         }
-        expected = [max(found["largest"])]
+        expected = [max(figures["largest"])]
         for key in ("own", "polar"):
-            expected += [max(found[key]), statistics.median(found[key])] if found[key] else []
-        told = [float(number) for number in re.findall(r"(?<![\w/])\d*\.\d+", row)]
-        assert told == [pytest.approx(number, abs=0.00051) for number in expected], name
+            expected += [max(figures[key]), statistics.median(figures[key])] if figures[key] else []
+        numbers = [float(number) for number in re.findall(r"(?<![\w/])\d*\.\d+", row)]
+        assert numbers == [pytest.approx(number, abs=0.00051) for number in expected], name

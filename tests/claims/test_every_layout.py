@@ -28,12 +28,12 @@ EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
 }
 
 
-def outcome(held: layouts.Held, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], mm.Muon]:
-    optimizer = mm.Muon(held.groups, **held.settings, **{**problem.SETTINGS, **settings})
+def outcome(placed: layouts.Held, steps: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], mm.Muon]:
+    optimizer = mm.Muon(placed.groups, **placed.settings, **{**problem.SETTINGS, **settings})
     for step in range(steps):
-        held.give(problem.gradients(step))
+        placed.give(problem.gradients(step))
         optimizer.step()
-    return held.whole(optimizer), optimizer
+    return placed.whole(optimizer), optimizer
 
 
 def alone(steps: int, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -41,34 +41,40 @@ def alone(steps: int, settings: dict[str, Any]) -> dict[str, Tensor]:
     return problem.alone(steps, **settings)
 
 
-def compared(held: layouts.Held, settings: dict[str, Any], steps: int = 3) -> tuple[list[str], Any, Any]:
-    result, optimizer = outcome(held, steps, settings)
+def compared(placed: layouts.Held, settings: dict[str, Any], steps: int = 3) -> tuple[list[str], Any, Any]:
+    result, optimizer = outcome(placed, steps, settings)
     differing = problem.differing(result, alone(steps, settings))
-    told, did = optimizer.explain(), optimizer.counts
-    promised = told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received, told.flops
+    promise, did = optimizer.explain(), optimizer.counts
+    promised = (
+        promise.orthogonalizations,
+        promise.collectives,
+        promise.bytes_sent,
+        promise.bytes_received,
+        promise.flops,
+    )
     return differing, promised, (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received)
 
 
 def on_mesh(name: str, how: str, settings: dict[str, Any]) -> Any:
-    sizes, place = {**layouts.MESHES, **EIGHT}[name]
+    sizes, placements_of = {**layouts.MESHES, **EIGHT}[name]
     hold = layouts.declared if how == "declared" else layouts.dtensors
 
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
-        return place(len(shape))
+        return placements_of(len(shape))
 
-    held = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
-    return compared(held, settings)
+    placed = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
+    return compared(placed, settings)
 
 
 def check(outcomes: Sequence[Any], *, divided: bool) -> None:
-    done = 0
+    orthogonalized = 0
     for differing, promised, did in outcomes:
         assert differing == []
         assert did == promised[:4]
-        done += did[0]
+        orthogonalized += did[0]
     if divided:  # every matrix once, over all ranks
         matrices = sum(1 for _ in problem_matrices())
-        assert done == matrices
+        assert orthogonalized == matrices
 
 
 def problem_matrices() -> Any:
@@ -100,8 +106,8 @@ def test_bit_for_bit_on_any_mesh_in_bf16(workers, name: str) -> None:
 
 
 def flat(tensor_parallel: int, seed: int, settings: dict[str, Any]) -> Any:
-    held = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
-    return compared(held, settings)
+    placed = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
+    return compared(placed, settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -129,10 +135,12 @@ def with_shared_state(layout: str, settings: dict[str, Any]) -> tuple[list[str],
             optimizer.step()
         result = problem.result(model, optimizer)
     else:
-        sizes, place = {**layouts.MESHES, **EIGHT}[layout]
+        sizes, placements_of = {**layouts.MESHES, **EIGHT}[layout]
         mesh = mesh_of(sizes)
-        held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: place(len(shape)))
-        result, optimizer = outcome(held, 3, {"shard_state": True, **settings})
+        placed = layouts.dtensors(
+            problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: placements_of(len(shape))
+        )
+        result, optimizer = outcome(placed, 3, {"shard_state": True, **settings})
     stored = whole = 0.0
     for name, value in result.items():
         if name.endswith(".momentum_buffer"):

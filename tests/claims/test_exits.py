@@ -30,8 +30,8 @@ def test_200_ranks_leave_under_load(kind: str, end: str) -> None:
 
 def ends_well(kind: str, exits: int, end: str) -> None:
     command = [sys.executable, "-m", "tests.support.exits", kind, str(exits), "2,3,4", end]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=1800.0, check=False)
-    print(found.stdout)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert " exits of [2, 3, 4] ranks" in found.stdout, found.stdout
-    assert "ended with" not in found.stdout, found.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1800.0, check=False)
+    print(process.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " exits of [2, 3, 4] ranks" in process.stdout, process.stdout
+    assert "ended with" not in process.stdout, process.stdout

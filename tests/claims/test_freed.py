@@ -40,21 +40,21 @@ def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
             optimizer.zero_grad()
         optimizer.explain()
         optimizer.state_dict()
-        kept = optimizer._runtime
-        planned = kept.planned
+        runtime = optimizer._runtime
+        planned = runtime.planned
         assert planned is not None
         watched = {
             "optimizer": weakref.ref(optimizer),
-            "kept": weakref.ref(kept),
+            "kept": weakref.ref(runtime),
             "plan": weakref.ref(planned),
             "exchange": weakref.ref(planned.exchange),
             **{f"state {n}": weakref.ref(v) for n, s in enumerate(optimizer.state.values()) for v in s.values()},
             **{name: weakref.ref(parameter) for name, parameter in model.named_parameters()},
         }
-        del optimizer, kept, planned
-        found = [name for name in list(watched)[:4] if watched[name]() is not None]
-        found += [name for name in watched if name.startswith("state") and watched[name]() is not None]
-        return found
+        del optimizer, runtime, planned
+        names = [name for name in list(watched)[:4] if watched[name]() is not None]
+        names += [name for name in watched if name.startswith("state") and watched[name]() is not None]
+        return names
     finally:
         gc.enable()
 

@@ -38,8 +38,10 @@ pytestmark = pytest.mark.slow
 
 def planned(case: Case) -> Plan:
     parameters = []
-    for held in case.held:
-        for shape, spec, target, source in zip(held.shapes, held.specs, held.targets, held.sources, strict=True):
+    for placed in case.held:
+        for shape, spec, target, source in zip(
+            placed.shapes, placed.specs, placed.targets, placed.sources, strict=True
+        ):
             name = f"p{len(parameters)}"
             matrices = split_matrices(name, shape, spec)
             flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
@@ -74,12 +76,12 @@ class Memory:
     def __init__(self, layouts: Sequence[Sequence[Layout]], wholes: Sequence[Tensor]) -> None:
         self._of: dict[tuple[int, int], Tensor] = {}  # by parameter number and rank; those of a buffer share one
         number = 0
-        for some in layouts:
-            values = wholes[number : number + len(some)]
-            for rank in some[0].ranks:
-                memory = contents(some, rank, values, padding=-1 - rank)
-                self._of.update({(number + i, rank): memory for i in range(len(some))})
-            number += len(some)
+        for group in layouts:
+            values = wholes[number : number + len(group)]
+            for rank in group[0].ranks:
+                memory = contents(group, rank, values, padding=-1 - rank)
+                self._of.update({(number + i, rank): memory for i in range(len(group))})
+            number += len(group)
 
     def at(self, parameter: int, rank: int, piece: Piece) -> Tensor:
         return self._of[parameter, rank].as_strided(piece.shape, piece.storage_strides, piece.storage_start)
@@ -92,7 +94,7 @@ class Memory:
 def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dict[int, Tensor]) -> None:
     """Move a bucket as ranks do: each packs and unpacks by its own routes. What arrives is added to what is there."""
 
-    def place(leg: Any, rank: int, *, stored: bool) -> Tensor:
+    def part_of(leg: Any, rank: int, *, stored: bool) -> Tensor:
         piece = leg.piece
         if stored:
             return memory.at(leg.parameter, rank, piece)
@@ -102,26 +104,26 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
     routes = {rank: plan.routes(bucket, rank, gather=gather) for rank in plan.ranks}
     moved = {number for number in plan.buckets[bucket] if plan.moves(number)}
     sent: dict[tuple[int, int], Tensor] = {}
-    for rank, mine in routes.items():
-        for peer, legs in (mine.stored if gather else mine.assembled).items():
-            sent[rank, peer] = torch.cat([place(leg, rank, stored=gather).flatten() for leg in legs])
+    for rank, routes_of_rank in routes.items():
+        for peer, legs in (routes_of_rank.stored if gather else routes_of_rank.assembled).items():
+            sent[rank, peer] = torch.cat([part_of(leg, rank, stored=gather).flatten() for leg in legs])
             if rank != peer:
                 assert plan.gathers(bucket) if gather else plan.scatters(bucket)
                 assert all(leg.assignment in moved for leg in legs)
-    for rank, mine in routes.items():
-        for peer, legs in (mine.assembled if gather else mine.stored).items():
+    for rank, routes_of_rank in routes.items():
+        for peer, legs in (routes_of_rank.assembled if gather else routes_of_rank.stored).items():
             message = sent.pop((peer, rank))
             parts = message.split([leg.piece.numel for leg in legs])  # without gaps
             for leg, part in zip(legs, parts, strict=True):
-                place(leg, rank, stored=not gather).add_(part.view(leg.piece.shape))
+                part_of(leg, rank, stored=not gather).add_(part.view(leg.piece.shape))
     assert not sent, "messages that nobody expects"
 
 
 def check(case: Case) -> None:
     """Gather, compute and scatter by the plan, and compare what every rank then stores with plain slicing."""
     plan = planned(case)
-    shapes = [shape for held in case.held for shape in held.shapes]
-    specs = [spec for held in case.held for spec in held.specs]
+    shapes = [shape for placed in case.held for shape in placed.shapes]
+    specs = [spec for placed in case.held for spec in placed.specs]
     momenta, first = [], 1
     for shape in shapes:  # no two elements alike, none zero
         momenta.append(torch.arange(first, first + torch.Size(shape).numel()).reshape(shape))
@@ -138,8 +140,8 @@ def check(case: Case) -> None:
         loads[assignment.owner] += assignment.flops
     assert plan.loads == loads
 
-    targets = [held.targets for held in case.held]
-    source, target = Memory([held.sources for held in case.held], momenta), Memory(targets, weights)
+    targets = [placed.targets for placed in case.held]
+    source, target = Memory([placed.sources for placed in case.held], momenta), Memory(targets, weights)
     for bucket, numbers in enumerate(plan.buckets):
         matrices = {n: torch.zeros(plan.assignments[n].matrix.shape, dtype=torch.int64) for n in numbers}
         move(plan, bucket, gather=True, memory=source, matrices=matrices)
@@ -147,14 +149,16 @@ def check(case: Case) -> None:
             assert torch.equal(matrix, canonical(expected[number]))
             matrices[number] = stand_in(matrix, *expected[number].shape)
         move(plan, bucket, gather=False, memory=target, matrices=matrices)
-    assert source == Memory([held.sources for held in case.held], momenta)
+    assert source == Memory([placed.sources for placed in case.held], momenta)
     assert target == Memory(targets, [w + u for w, u in zip(weights, updates, strict=True)])
 
 
 def kinds(case: Case) -> Iterator[str]:
     yield "all"
-    for held in case.held:
-        for shape, spec, target, source in zip(held.shapes, held.specs, held.targets, held.sources, strict=True):
+    for placed in case.held:
+        for shape, spec, target, source in zip(
+            placed.shapes, placed.specs, placed.targets, placed.sources, strict=True
+        ):
             yield from (form for form in FORMS if form in str(spec))
             if "interleaved', (" in str(spec):
                 yield "unequal runs"
@@ -167,7 +171,7 @@ def kinds(case: Case) -> Iterator[str]:
             if isinstance(target, FlatShards):
                 yield "flat" if all(isinstance(p, Replicate) for p in placements_of(target.within)) else "flat shards"
                 yield from flat_kinds(target)
-                if len(held.targets) > 1:
+                if len(placed.targets) > 1:
                     yield "several in a buffer"
             elif isinstance(target, MeshLayout):
                 yield f"{len(target.mesh)} axes"
@@ -186,7 +190,7 @@ def mesh_kinds(layout: MeshLayout) -> Iterator[str]:
 
 
 def flat_kinds(layout: FlatShards) -> Iterator[str]:
-    lengths = [[interval.length for interval in some if interval.length] for some in layout.intervals]
+    lengths = [[interval.length for interval in intervals if interval.length] for intervals in layout.intervals]
     if not all(lengths):
         yield "a rank with nothing"
     if max(map(len, lengths)) > 1:
@@ -220,26 +224,26 @@ FLAT = ("flat", "flat shards", "a rank with nothing", "several intervals", "flat
 )
 def test_planning_is_plain_slicing(holding: Any, share: float, expected: Sequence[str]) -> None:
     """At least ``COUNT`` different layouts in all, with enough of each kind."""
-    seen: dict[str, set[int]] = defaultdict(set)
+    hashes: dict[str, set[int]] = defaultdict(set)
 
     count = share * COUNT
 
-    def each(case: Case) -> None:
-        if hash(case) in seen["all"] or len(seen["all"]) >= count:
+    def check_once(case: Case) -> None:
+        if hash(case) in hashes["all"] or len(hashes["all"]) >= count:
             return
         check(case)
         for kind in kinds(case):
-            seen[kind].add(hash(case))
+            hashes[kind].add(hash(case))
 
-    generated(fuzzing.cases(holding), int(1.25 * count) + 1)(each)()  # a few are drawn twice
-    assert len(seen["all"]) >= int(count)
+    generated(fuzzing.cases(holding), int(1.25 * count) + 1)(check_once)()  # a few are drawn twice
+    assert len(hashes["all"]) >= int(count)
     if count >= 500:
-        assert [kind for kind in expected if len(seen[kind]) < count / 20] == []
+        assert [kind for kind in expected if len(hashes[kind]) < count / 20] == []
 
 
 @generated(st.one_of(fuzzing.on_mesh(), fuzzing.in_flat_buffers()), COUNT // 8)
-def test_what_layouts_say_of_themselves(held: Placed) -> None:
-    for shape, spec, layout in zip(held.shapes, held.specs, held.targets, strict=True):
+def test_what_layouts_say_of_themselves(placed: Placed) -> None:
+    for shape, spec, layout in zip(placed.shapes, placed.specs, placed.targets, strict=True):
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
         memory = {rank: contents([layout], rank, [whole], padding=-1) for rank in layout.ranks}
         for rank in layout.ranks:
@@ -248,8 +252,8 @@ def test_what_layouts_say_of_themselves(held: Placed) -> None:
             assert layout.local_shape(rank) == tuple(local.shape)
             replica = layout.replica(rank)
             assert rank in replica
-            together = torch.cat([memory[other] for other in replica])
-            assert torch.equal(together[together >= 0].sort().values, whole.flatten())
+            parts = torch.cat([memory[other] for other in replica])
+            assert torch.equal(parts[parts >= 0].sort().values, whole.flatten())
         assert sum(int((m >= 0).sum()) for m in memory.values()) == layout.copies() * whole.numel()
         strided = isinstance(layout, MeshLayout) and any(getattr(p, "split_factor", 1) > 1 for p in layout.placements)
         matrices = split_matrices("w", shape, spec)
@@ -257,25 +261,25 @@ def test_what_layouts_say_of_themselves(held: Placed) -> None:
             triples = zip(block.region.offset, block.region.shape, block.region.step, strict=True)
             elements = whole[tuple(slice(o, o + (n - 1) * s + 1, s) for o, n, s in triples)].flatten()
             holders = {rank for rank in layout.ranks if bool(torch.isin(elements, memory[rank]).all())}
-            found = set(layout.holders(block.region))
+            ranks = set(layout.holders(block.region))
             # a region in two runs of an interleaved shard need not count as held
-            assert found <= holders if strided else found == holders
+            assert ranks <= holders if strided else ranks == holders
 
 
 @generated(st.tuples(fuzzing.in_flat_buffers(), st.randoms(use_true_random=False)), COUNT // 8)
 def test_flat_shards_that_do_not_cover_are_refused(drawn: tuple[Placed, random.Random]) -> None:
-    held, choice = drawn
-    layout = choice.choice(held.targets)
+    placed, choice = drawn
+    layout = choice.choice(placed.targets)
     assert isinstance(layout, FlatShards)
     layout.prove_cover()
-    rank = choice.choice([rank for rank, some in enumerate(layout.intervals) if any(i.length for i in some)])
-    some = list(layout.intervals[rank])
-    broken = some.pop(choice.choice([number for number, interval in enumerate(some) if interval.length]))
+    rank = choice.choice([rank for rank, pieces in enumerate(layout.intervals) if any(i.length for i in pieces)])
+    pieces = list(layout.intervals[rank])
+    broken = pieces.pop(choice.choice([number for number, interval in enumerate(pieces) if interval.length]))
     wrong = choice.choice(["missing", "twice", "short"])
     if wrong == "twice":
-        some += [broken, broken]
+        pieces += [broken, broken]
     elif wrong == "short":
-        some.append(broken._replace(length=broken.length - 1))
-    intervals = (*layout.intervals[:rank], tuple(some), *layout.intervals[rank + 1 :])
+        pieces.append(broken._replace(length=broken.length - 1))
+    intervals = (*layout.intervals[:rank], tuple(pieces), *layout.intervals[rank + 1 :])
     with pytest.raises(LayoutError, match="held"):
         replace(layout, intervals=intervals).prove_cover()

@@ -49,15 +49,15 @@ class Model:
     """Parameters that one optimizer steps.
 
     Attributes:
-        held: Where they live; the first on every rank, others perhaps on some.
-        declared: For each of ``held`` whether it is a plain local shard with ``layouts=``, where it is not flat.
+        placed: Where they live; the first on every rank, others perhaps on some.
+        declared: For each of ``placed`` whether it is a plain local shard with ``layouts=``, where it is not flat.
         gradients: For each parameter and step: given, none, or zero for the first of its matrices.
         drops_zeros: Whether a rank whose part of a gradient is zero, or empty, has none.
         settings: Of the optimizer.
         seed: Of the values.
     """
 
-    held: tuple[Placed, ...]
+    placed: tuple[Placed, ...]
     declared: tuple[bool, ...]
     gradients: tuple[tuple[str, ...], ...]
     drops_zeros: bool
@@ -66,11 +66,11 @@ class Model:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [shape for held in self.held for shape in held.shapes]
+        return [shape for placed_tensors in self.placed for shape in placed_tensors.shapes]
 
     @property
     def specs(self) -> list[Any]:
-        return [spec for held in self.held for spec in held.specs]
+        return [spec for placed_tensors in self.placed for spec in placed_tensors.specs]
 
     def values(self) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -79,32 +79,32 @@ class Model:
     def gradient(self, step: int) -> list[Tensor | None]:
         """Of every parameter, whole, of many magnitudes."""
         generator = torch.Generator().manual_seed(self.seed + 1 + step)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for number, (shape, spec) in enumerate(zip(self.shapes, self.specs, strict=True)):
             gradient = torch.randn(shape, generator=generator) * 10.0 ** (number % 5 - 2)
             if self.gradients[number][step] == "zero":
                 gradient.view(-1)[split(torch.arange(gradient.numel()).reshape(shape), spec)[0]] = 0
-            found.append(None if self.gradients[number][step] == "none" else gradient)
-        return found
+            gradients.append(None if self.gradients[number][step] == "none" else gradient)
+        return gradients
 
 
-def in_few_orders(held: Placed) -> Placed:
+def in_few_orders(placed_tensors: Placed) -> Placed:
     """With the ranks of a mesh rising or falling: real meshes cost threads, and plans are tried in every order."""
-    (target, *others) = held.targets
+    (target, *others) = placed_tensors.targets
     if others or not isinstance(target, MeshLayout):
-        return held
+        return placed_tensors
     ranks = tuple(sorted(target.ranks, reverse=target.ranks[0] > target.ranks[-1]))
     layout = replace(target, ranks=ranks)
-    return replace(held, targets=(layout,), sources=(layout,))
+    return replace(placed_tensors, targets=(layout,), sources=(layout,))
 
 
 @st.composite
 def models(draw: st.DrawFn, world: int) -> Model:
-    held = []
+    placed_tensors = []
     for number in range(draw(st.integers(1, 3))):
         holding = fuzzing.in_flat_buffers if draw(st.integers(0, 2)) == 2 else fuzzing.on_mesh
         everywhere = number == 0 or draw(st.integers(0, 3)) < 3
-        held.append(draw(holding(range(world), 40, every=everywhere).map(in_few_orders)))
+        placed_tensors.append(draw(holding(range(world), 40, every=everywhere).map(in_few_orders)))
     kinds = st.tuples(*[st.sampled_from(["given", "given", "given", "zero", "none"])] * STEPS)
     settings = {
         "shard_state": draw(st.booleans()),
@@ -113,9 +113,9 @@ def models(draw: st.DrawFn, world: int) -> Model:
         "state_dtype": draw(st.sampled_from([torch.float32, "int8"])),
     }
     return Model(
-        tuple(held),
-        tuple(draw(st.booleans()) for _ in held),
-        tuple(draw(kinds) for some in held for _ in some.shapes),
+        tuple(placed_tensors),
+        tuple(draw(st.booleans()) for _ in placed_tensors),
+        tuple(draw(kinds) for member in placed_tensors for _ in member.shapes),
         draw(st.booleans()),
         settings,
         draw(st.integers(0, 10**6)),
@@ -159,18 +159,18 @@ Outcome = list[Stored | None] | str
 """What a rank stores of each holding, None where it has no part; or the error, which every rank has to raise."""
 
 
-def step_all(some: list[Model]) -> list[Outcome]:
+def step_all(models: list[Model]) -> list[Outcome]:
     """Step all models on this rank."""
-    found: list[Outcome] = []
-    for model in some:
+    outcomes: list[Outcome] = []
+    for model in models:
         try:
-            found.append(step_one(model))
+            outcomes.append(step_one(model))
         except (LayoutError, PlanError) as error:
-            found.append(str(error))
+            outcomes.append(str(error))
         except Exception as error:
             error.add_note(f"in {model}")
             raise
-    return found
+    return outcomes
 
 
 def step_one(model: Model) -> list[Stored | None]:
@@ -178,55 +178,56 @@ def step_one(model: Model) -> list[Stored | None]:
     values = in_turn(model, model.values())
     tensors: list[Tensor | None] = []
     layouts: dict[str, Any] = {}
-    for number, (held, declared) in enumerate(zip(model.held, model.declared, strict=True)):
-        mesh = mesh_of(held.targets[0])  # made by all ranks
-        if rank not in held.targets[0].ranks:
+    for number, (placed_tensors, declared) in enumerate(zip(model.placed, model.declared, strict=True)):
+        mesh = mesh_of(placed_tensors.targets[0])  # made by all ranks
+        if rank not in placed_tensors.targets[0].ranks:
             tensors.append(None)
             continue
-        tensors.append(nn.Parameter(placed(held, values[number], rank, mesh, declared, PADDING)))
-        if isinstance(held.targets[0], FlatShards):
-            triples = zip(held.targets, held.specs, strict=True)
+        tensors.append(nn.Parameter(placed(placed_tensors, values[number], rank, mesh, declared, PADDING)))
+        if isinstance(placed_tensors.targets[0], FlatShards):
+            triples = zip(placed_tensors.targets, placed_tensors.specs, strict=True)
             layouts[f"p{number}"] = [
                 FlatParameter(f"p{number}.{i}", layout, spec) for i, (layout, spec) in enumerate(triples)
             ]
         elif declared:
-            layouts[f"p{number}"] = (mesh, torch_placements(held.targets[0]), held.shapes[0])
-    mine = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
+            layouts[f"p{number}"] = (mesh, torch_placements(placed_tensors.targets[0]), placed_tensors.shapes[0])
+    local_tensors = [(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
     group = {
-        "params": [tensor for _, tensor in mine],
-        "param_names": [f"p{number}" for number, _ in mine],
-        "matrices": [None if len(model.held[n].specs) > 1 else model.held[n].specs[0] for n, _ in mine],
+        "params": [tensor for _, tensor in local_tensors],
+        "param_names": [f"p{number}" for number, _ in local_tensors],
+        "matrices": [None if len(model.placed[n].specs) > 1 else model.placed[n].specs[0] for n, _ in local_tensors],
     }
     optimizer = optimizer_of([group], model.settings, layouts=layouts)
     for step in range(STEPS):
         gradients = in_turn(model, model.gradient(step))
-        for number, tensor in mine:
-            some = gradients[number]
+        for number, tensor in local_tensors:
+            gradients_of_step = gradients[number]
             tensor.grad = None
-            if any(gradient is not None for gradient in some):
+            if any(gradient is not None for gradient in gradients_of_step):
                 wholes = [
-                    torch.zeros(s) if g is None else g for g, s in zip(some, model.held[number].shapes, strict=True)
+                    torch.zeros(s) if g is None else g
+                    for g, s in zip(gradients_of_step, model.placed[number].shapes, strict=True)
                 ]
-                local = placed(model.held[number], wholes, rank, mesh_like(tensor), False, 0.0)
-                if not (model.drops_zeros and may_drop(model.held[number], rank, local_of(local))):
+                local = placed(model.placed[number], wholes, rank, mesh_like(tensor), False, 0.0)
+                if not (model.drops_zeros and may_drop(model.placed[number], rank, local_of(local))):
                     tensor.grad = local
         optimizer.step()
-    found: list[Stored | None] = [None] * len(tensors)
-    for number, tensor in mine:
+    outcome: list[Stored | None] = [None] * len(tensors)
+    for number, tensor in local_tensors:
         momentum = optimizer.state[tensor].get("momentum_buffer")
-        where = model.held[number].targets
+        layouts_of_momentum = model.placed[number].targets
         if isinstance(momentum, DTensor):
-            where = (layout_of(momentum),)
+            layouts_of_momentum = (layout_of(momentum),)
         vector = None if momentum is None else local_of(momentum).flatten()
-        found[number] = Stored(local_of(tensor).detach().flatten(), vector, where)
-    return found
+        outcome[number] = Stored(local_of(tensor).detach().flatten(), vector, layouts_of_momentum)
+    return outcome
 
 
-def may_drop(held: Placed, rank: int, local: Tensor) -> bool:
+def may_drop(placed_tensors: Placed, rank: int, local: Tensor) -> bool:
     """Whether a rank may have no gradient in place of this one: it is zero, on the other replicas too."""
     if local.any():
         return False
-    flat = [layout for layout in held.targets if isinstance(layout, FlatShards)]
+    flat = [layout for layout in placed_tensors.targets if isinstance(layout, FlatShards)]
     nothing = not any(length for layout in flat for _, length, _ in layout.intervals[layout.within.ranks.index(rank)])
     return nothing or all(len(layout.replicas) == 1 for layout in flat)
 
@@ -234,7 +235,7 @@ def may_drop(held: Placed, rank: int, local: Tensor) -> bool:
 def in_turn(model: Model, values: list[Any]) -> list[list[Any]]:
     """Values of all parameters, by holding."""
     rest = iter(values)
-    return [[next(rest) for _ in held.shapes] for held in model.held]
+    return [[next(rest) for _ in placed_tensors.shapes] for placed_tensors in model.placed]
 
 
 def mesh_of(layout: Layout) -> DeviceMesh | None:
@@ -248,12 +249,12 @@ def mesh_like(tensor: Tensor) -> DeviceMesh | None:
 
 
 def placed(
-    held: Placed, wholes: list[Tensor], rank: int, mesh: DeviceMesh | None, declared: bool, padding: float
+    placed_tensors: Placed, wholes: list[Tensor], rank: int, mesh: DeviceMesh | None, declared: bool, padding: float
 ) -> Tensor:
     """What a rank holds: a DTensor if there is a mesh and it is not declared, a local shard, or a flat buffer."""
-    layout = held.targets[0]
+    layout = placed_tensors.targets[0]
     if not isinstance(layout, MeshLayout):
-        return contents(held.targets, rank, wholes, padding)
+        return contents(placed_tensors.targets, rank, wholes, padding)
     local = stored(layout, rank, wholes[0])
     if mesh is None or declared:
         return local
@@ -264,16 +265,16 @@ def placed(
 
 
 def layout_of(tensor: DTensor) -> MeshLayout:
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for placement in tensor.placements:
         if isinstance(placement, TorchReplicate):
-            found.append(Replicate())
+            placements.append(Replicate())
         elif isinstance(placement, _StridedShard):
-            found.append(Shard(placement.dim, placement.split_factor))
+            placements.append(Shard(placement.dim, placement.split_factor))
         else:
-            found.append(Shard(placement.dim))
+            placements.append(Shard(placement.dim))
     mesh = tensor.device_mesh.mesh
-    return MeshLayout(tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.flatten().tolist()), tuple(found))
+    return MeshLayout(tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.flatten().tolist()), tuple(placements))
 
 
 # ---------------------------------------------------------------- both
@@ -285,19 +286,23 @@ def differing(model: Model, outcomes: list[Outcome]) -> list[str]:
     if errors:
         return sorted(set(errors))
     weights, momenta = (in_turn(model, values) for values in alone(model))
-    found = []
-    for number, held in enumerate(model.held):
+    differences = []
+    for number, placed_tensors in enumerate(model.placed):
         for rank, outcome in enumerate(outcomes):
-            mine = outcome[number]
-            assert (mine is not None) == (rank in held.targets[0].ranks)
-            if mine is None:
+            stored_tensors = outcome[number]
+            assert (stored_tensors is not None) == (rank in placed_tensors.targets[0].ranks)
+            if stored_tensors is None:
                 continue
-            if not same_bits(mine.weights, contents(held.targets, rank, weights[number], PADDING)):
-                found.append(f"weights of p{number} on rank {rank}")
-            expected = contents(mine.layouts, rank, momenta[number], 0.0)
-            if not (same_bits(mine.momentum, expected) if mine.momentum is not None else not expected.any()):
-                found.append(f"momentum of p{number} on rank {rank}")
-    return found
+            if not same_bits(stored_tensors.weights, contents(placed_tensors.targets, rank, weights[number], PADDING)):
+                differences.append(f"weights of p{number} on rank {rank}")
+            expected = contents(stored_tensors.layouts, rank, momenta[number], 0.0)
+            if not (
+                same_bits(stored_tensors.momentum, expected)
+                if stored_tensors.momentum is not None
+                else not expected.any()
+            ):
+                differences.append(f"momentum of p{number} on rank {rank}")
+    return differences
 
 
 # Ranks: generated models, of one to three holdings each.
@@ -306,11 +311,11 @@ MODELS = {2: COUNT // 20, 4: COUNT // 20, 8: COUNT // 80}
 
 @pytest.mark.parametrize("ranks", MODELS)
 def test_bit_for_bit_in_generated_layouts(workers, ranks: int) -> None:
-    some = sorted(fuzzing.examples(models(ranks), MODELS[ranks]), key=size)
-    outcomes = workers(ranks).run(step_all, some, timeout=120 + 2 * len(some))
-    wrong = [(differing(model, [rank[number] for rank in outcomes]), model) for number, model in enumerate(some)]
+    examples = sorted(fuzzing.examples(models(ranks), MODELS[ranks]), key=size)
+    outcomes = workers(ranks).run(step_all, examples, timeout=120 + 2 * len(examples))
+    wrong = [(differing(model, [rank[number] for rank in outcomes]), model) for number, model in enumerate(examples)]
     failures = [pair for pair in wrong if pair[0]]
-    assert not failures, f"{len(failures)} of {len(some)} models, the smallest: {failures[0]}"
+    assert not failures, f"{len(failures)} of {len(examples)} models, the smallest: {failures[0]}"
 
 
 def size(model: Model) -> int:
@@ -319,10 +324,10 @@ def size(model: Model) -> int:
 
 def test_a_rank_that_holds_nothing_of_a_flat_replica_needs_no_gradient(workers) -> None:
     """Found by the above: replicas cut differently, so ranks at the same place in them hold different elements."""
-    everything = (Interval(0, 2, 0),)
+    intervals = (Interval(0, 2, 0),)
     within = MeshLayout.replicated((1, 2), (0, 1, 2, 3))
-    layout = FlatShards(within, ((), everything, everything, ()), (0, 2, 2, 0), replicas=((0, 1), (2, 3)))
-    held = Placed(((1, 2),), ("whole",), (layout,), (layout,))
-    model = Model((held,), (False,), (("given",) * STEPS,), True, {}, 0)
+    layout = FlatShards(within, ((), intervals, intervals, ()), (0, 2, 2, 0), replicas=((0, 1), (2, 3)))
+    placed_tensors = Placed(((1, 2),), ("whole",), (layout,), (layout,))
+    model = Model((placed_tensors,), (False,), (("given",) * STEPS,), True, {}, 0)
     outcomes = workers(4).run(step_all, [model])
     assert differing(model, [rank[0] for rank in outcomes]) == []

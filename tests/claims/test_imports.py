@@ -112,7 +112,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
     """What `module` does against the direction of the tree, one line each."""
     part = PUBLIC if module in FACES and is_package | (module == "muonmesh.testing") else part_of(module)
     assert part is not None
-    found: list[str] = []
+    errors: list[str] = []
     if part == PUBLIC and module not in FACES:
         return [f"{module}: has no place among the levels of this test and of the design"]
     tree = ast.parse(source)
@@ -122,12 +122,12 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
         target = part_of(full)
         top = full.split(".")[0]
         if target is not None and not arrow_is_allowed(part, target):
-            found.append(f"{module}:{line}: {part} imports {full}")
+            errors.append(f"{module}:{line}: {part} imports {full}")
         if part == "layout" and top == "torch":
-            found.append(f"{module}:{line}: layout is plain Python and imports {full}")
+            errors.append(f"{module}:{line}: layout is plain Python and imports {full}")
         allowed = {"muonmesh", "torch"} | ({"triton"} if part == "numerics.kernels" else set())
         if top not in allowed and top not in sys.stdlib_module_names and part not in BEYOND_TORCH:
-            found.append(f"{module}:{line}: the core depends on torch alone and imports {full}")
+            errors.append(f"{module}:{line}: the core depends on torch alone and imports {full}")
     references = [(line, full) for line, _, full in imports(module, tree, is_package)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and (name := dotted(node)) is not None:
@@ -135,28 +135,28 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
             full = names.get(first, first)
             references.append((node.lineno, f"{full}.{rest}" if rest else full))
         if isinstance(node, ast.Attribute) and part not in COMMUNICATES and COLLECTIVE_METHOD.match(node.attr):
-            found.append(f"{module}:{node.lineno}: {part} communicates: .{node.attr}")
+            errors.append(f"{module}:{node.lineno}: {part} communicates: .{node.attr}")
     for line, full in references:
         if not re.match(r"torch\.(distributed|ops\._?c10d)", full):
             continue
         if part in ("numerics", "numerics.kernels"):
-            found.append(f"{module}:{line}: {part} is tensor maths on whole matrices and uses {full}")
+            errors.append(f"{module}:{line}: {part} is tensor maths on whole matrices and uses {full}")
         elif part not in COMMUNICATES and COLLECTIVE.match(full.split(".")[-1]):
-            found.append(f"{module}:{line}: {part} communicates: {full}")
-    return sorted(set(found))
+            errors.append(f"{module}:{line}: {part} communicates: {full}")
+    return sorted(set(errors))
 
 
 def test_the_tree_keeps_its_direction() -> None:
-    found: list[str] = []
-    seen: set[str | None] = set()
+    errors: list[str] = []
+    parts: set[str | None] = set()
     for file in sorted((SOURCE / "muonmesh").rglob("*.py")):
         names = file.relative_to(SOURCE).with_suffix("").parts
         is_package = names[-1] == "__init__"
         module = ".".join(names[:-1] if is_package else names)
-        seen.add(part_of(module))
-        found += violations(module, file.read_text(), is_package=is_package)
-    assert {PUBLIC, ANYONE, "tools.cli", "integrations", "comm", "numerics", "numerics.kernels", "layout"} <= seen
-    assert not found, "\n" + "\n".join(found)
+        parts.add(part_of(module))
+        errors += violations(module, file.read_text(), is_package=is_package)
+    assert {PUBLIC, ANYONE, "tools.cli", "integrations", "comm", "numerics", "numerics.kernels", "layout"} <= parts
+    assert not errors, "\n" + "\n".join(errors)
 
 
 def test_a_step_imports_no_tool() -> None:
@@ -174,8 +174,8 @@ with tempfile.TemporaryDirectory() as folder:
     muonmesh.checkpoint.load(folder + "/saved", model, optimizer)
 sys.exit(str([name for name in sys.modules if name.startswith("muonmesh.tools")] or ""))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.strip()) == (1, ""), done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr.strip()) == (1, ""), process.stderr
 
 
 def test_no_file_imports_itself_through_others() -> None:
@@ -270,14 +270,14 @@ def test_what_the_design_allows_is_not_found(module: str, source: str) -> None:
 
 def test_no_test_imports_another() -> None:
     """What two test files need stands in tests/support. The tests of hosts have environments of their own."""
-    found = []
+    imports_of_tests = []
     for file in sorted(Path(__file__).parents[1].rglob("test_*.py")):
         for line, _, full in imports(file.stem, ast.parse(file.read_text()), is_package=False):
             parts = full.split(".")
             named = any(part.startswith("test_") for part in parts[:3])
             if parts[0] == "tests" and named and parts[1] not in ("hosts", "package"):
-                found.append(f"{file.name}:{line}: {full}")
-    assert found == []
+                imports_of_tests.append(f"{file.name}:{line}: {full}")
+    assert imports_of_tests == []
 
 
 def test_loading_never_executes() -> None:

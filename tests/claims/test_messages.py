@@ -141,12 +141,12 @@ def test_a_misspelt_setting_of_a_rule_gets_the_nearest_of_that_rule_or_none(monk
         tilt_beta: float = 0.9
 
     monkeypatch.setitem(RULES, "tilted", Tilted)
-    for key, told in (
+    for key, message in (
         ("tilt_bta", "found the key 'tilt_bta'; needed 'tilt_beta'. Rename it"),
         ("tall_beta", "needed a setting (the nearest is 'tilt_beta'). Remove it or"),
         ("rb", "needed a setting. Remove it or"),
     ):
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             mm.from_model(Net(), rule="tilted", muon={key: 0.5})
     for key in ("tilt_bta", "tilt_beta"):
         with pytest.raises(TypeError, match=re.escape('Write rule="tilted", muon={"tilt_beta": ...} in from_model')):
@@ -161,13 +161,13 @@ def test_who_wants_to_freeze_by_an_override_is_told_how(value: Any) -> None:
 
 def test_orthogonalize_names_its_own_arguments() -> None:
     x = torch.ones(3, 4)
-    for given, said in (
+    for arguments, message in (
         ({"coefficients": "polarexpress"}, "coefficients: found 'polarexpress'"),
         ({"steps": 0}, "steps: found 0"),
         ({"method": "gram", "coefficients": [(-1.0, 2.0)]}, "method: found 'gram'"),
     ):
-        with pytest.raises(ValueError, match=rf"^{said}"):
-            mm.orthogonalize(x, **given)
+        with pytest.raises(ValueError, match=rf"^{message}"):
+            mm.orthogonalize(x, **arguments)
 
 
 # ------------------------------------------------------------------ one place
@@ -226,9 +226,9 @@ def test_every_message_is_composed_in_one_place() -> None:
     read = {file: text for file, text in files.items() if not file.startswith(OTHERS)}
     assert len(read) > 50
     assert [fault for file, text in read.items() for fault in faults(file, text)] == []
-    for file, kept in BY_HAND.items():  # none is left over
+    for file, messages in BY_HAND.items():  # none is left over
         calls = [node for node in ast.walk(ast.parse(files[file])) if isinstance(node, ast.Call) and node.args]
-        assert kept <= {written(node.args[0]) for node in calls}
+        assert messages <= {written(node.args[0]) for node in calls}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
     """Not at torch's wrappers of `step`, of which a scheduler adds one, and not at a file of ours."""
     model = nn.ModuleDict({"hidden": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}).to(torch.bfloat16)
     model.unused.requires_grad_(False)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mm.split_params(nn.LayerNorm(8))  # no matrix
         mm.from_model(nn.LayerNorm(8))
@@ -271,10 +271,10 @@ def test_warnings_point_at_the_line_that_the_user_wrote() -> None:
         model.unused.requires_grad_(True)
         model.hidden.weight.grad = torch.ones_like(model.hidden.weight)
         optimizer.step()  # rounding swallows it, and `unused` is in no group
-    texts = [str(warning.message) for warning in found]
+    texts = [str(warning.message) for warning in caught]
     assert [sum(part in text for text in texts) for part in ("0 matrices", "rounding", "unfrozen")] == [2, 2, 1], texts
-    assert {warning.filename for warning in found} == {__file__}
-    assert len({warning.lineno for warning in found}) == 3
+    assert {warning.filename for warning in caught} == {__file__}
+    assert len({warning.lineno for warning in caught}) == 3
 
 
 def test_a_rate_of_another_muon_is_told() -> None:
@@ -298,8 +298,8 @@ def test_a_rate_of_another_muon_is_told() -> None:
 
 
 @pytest.mark.parametrize("key", ["name", "params", "param_names", "algorithm", "lr", "momentum"])
-@pytest.mark.parametrize("what", ["step", "explain", "save"])
-def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(what: str, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["step", "explain", "save"])
+def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(call: str, key: str, tmp_path: Path) -> None:
     optimizer, net = fine(), Net()
     optimizer.step()  # there is a plan, with whose groups others are compared
     del optimizer.param_groups[0][key]
@@ -309,7 +309,7 @@ def test_a_key_that_a_group_has_lost_is_named_in_a_sentence(what: str, key: str,
         "save": lambda: checkpoint.save(tmp_path / "saved", net, optimizer),
     }
     with pytest.raises(ValueError, match=rf"group .*(no {key!r}|{key}.*needed)"):
-        calls[what]()
+        calls[call]()
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ AGAIN += [("mixtral", "fsdp"), ("mixtral", "hsdp"), ("mixtral", "fsdp over dim 1
 Tensors = dict[str, Tensor]
 
 
-def each(held: list[tuple[str, str]]) -> Any:
-    cases = [pytest.param(*pair, id=", ".join(pair), marks=[pytest.mark.soak] * (pair in AGAIN)) for pair in held]
+def every_layout(pairs: list[tuple[str, str]]) -> Any:
+    cases = [pytest.param(*pair, id=", ".join(pair), marks=[pytest.mark.soak] * (pair in AGAIN)) for pair in pairs]
     return pytest.mark.parametrize(("family", "layout"), cases)
 
 
@@ -56,27 +56,29 @@ def optimizer_of(model: nn.Module, process_group: str | None, dtype: torch.dtype
 # ------------------------------------------------------------------ given gradients
 
 
-def given(family: str, layout: str, dtype: torch.dtype, *, alone_on_axis: bool = False) -> dict[str, Any]:
+def train_with_given_gradients(
+    family: str, layout: str, dtype: torch.dtype, *, alone_on_axis: bool = False
+) -> dict[str, Any]:
     """Train a whole model on this very rank, and give its gradients to the one that all ranks hold too."""
-    held, whole = models.hold(family, layout), models.build(family)
-    optimizer = optimizer_of(held.model, None if alone_on_axis else held.process_group, dtype)
+    placed, whole = models.hold(family, layout), models.build(family)
+    optimizer = optimizer_of(placed.model, None if alone_on_axis else placed.process_group, dtype)
     alone = optimizer_of(whole, "local", dtype)
     for step in range(STEPS):
         # One batch is so short that some experts get no token.
         models.backward(whole, models.tokens(step, 4, 12) if step != 2 else models.tokens(step, 1, 2))
-        for (name, p), (other, q) in zip(held.model.named_parameters(), whole.named_parameters(), strict=True):
+        for (name, p), (other, q) in zip(placed.model.named_parameters(), whole.named_parameters(), strict=True):
             assert name == other
             p.grad = problem.placed_like(p, q.grad)
         optimizer.step()
         alone.step()
-    told, did = optimizer.explain(), optimizer.counts
-    results = problem.result(held.model, optimizer), problem.result(whole, alone)
+    promise, did = optimizer.explain(), optimizer.counts
+    results = problem.result(placed.model, optimizer), problem.result(whole, alone)
     return {
         "differing": problem.differing(*results),
         "momenta": sum(name.endswith("momentum_buffer") for name in results[0]),
-        "told": (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received),
+        "told": (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
         "did": (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
-        "flops": told.flops,
+        "flops": promise.flops,
         "flops alone": sum(alone.explain().flops.values()),
     }
 
@@ -104,26 +106,28 @@ def check_divided(family: str, outcomes: list[dict[str, Any]]) -> None:
     assert max(flops.values()) < 1.1 * alone / RANKS
 
 
-@each(HELD)
+@every_layout(HELD)
 def test_given_gradients_a_model_is_bit_for_bit_that_of_one_process(workers: Any, family: str, layout: str) -> None:
     """Parameters, momentum and AdamW's moments; and the work is divided."""
-    outcomes = workers(RANKS).run(given, family, layout, torch.float32, **PATIENCE)
+    outcomes = workers(RANKS).run(train_with_given_gradients, family, layout, torch.float32, **PATIENCE)
     check_same(family, outcomes)
     check_divided(family, outcomes)
 
 
-@each([("llama", "fsdp x tp"), ("mixtral", "fsdp x ep")])
+@every_layout([("llama", "fsdp x tp"), ("mixtral", "fsdp x ep")])
 def test_given_gradients_a_model_is_bit_for_bit_that_of_one_process_in_bf16(
     workers: Any, family: str, layout: str
 ) -> None:
-    outcomes = workers(RANKS).run(given, family, layout, torch.bfloat16, **PATIENCE)
+    outcomes = workers(RANKS).run(train_with_given_gradients, family, layout, torch.bfloat16, **PATIENCE)
     check_same(family, outcomes)
     check_divided(family, outcomes)
 
 
 def test_replicas_that_nobody_named_are_found_and_share_the_work(workers: Any) -> None:
     """Without process_group, FSDP2 holds attention on one axis of the mesh, and each rank of the other has a copy."""
-    outcomes = workers(RANKS).run(given, "mixtral", "fsdp x ep", torch.float32, alone_on_axis=True, **PATIENCE)
+    outcomes = workers(RANKS).run(
+        train_with_given_gradients, "mixtral", "fsdp x ep", torch.float32, alone_on_axis=True, **PATIENCE
+    )
     check_same("mixtral", outcomes)
     assert sum(outcome["did"][0] for outcome in outcomes) == sum(matrices("mixtral").values())
 
@@ -160,18 +164,18 @@ class Record:
     written: set[str] = field(default_factory=set)  # with one that the step changed or replaced
 
 
-def own(family: str, layout: str, *, missing: bool = False) -> Record:
+def train_with_own_gradients(family: str, layout: str, *, missing: bool = False) -> Record:
     """Train with the gradients that the model's own backward leaves on each rank.
 
     With ``missing``, odd ranks lose their summands of partial gradients in every other step.
     """
-    held, record = models.hold(family, layout), Record()
-    optimizer = optimizer_of(held.model, held.process_group)
+    placed, record = models.hold(family, layout), Record()
+    optimizer = optimizer_of(placed.model, placed.process_group)
     for step in range(STEPS):
-        models.backward(held.model, held.own(models.tokens(step, 4, 12)))
+        models.backward(placed.model, placed.own(models.tokens(step, 4, 12)))
         before: dict[str, tuple[Tensor | None, Any, Tensor]] = {}
         parameters, gradients = {}, {}
-        for name, p in held.model.named_parameters():
+        for name, p in placed.model.named_parameters():
             gradient = p.grad
             if any(isinstance(placement, Partial) for placement in gradient.placements):
                 record.partial.add(name)
@@ -181,27 +185,27 @@ def own(family: str, layout: str, *, missing: bool = False) -> Record:
             parameters[name], gradients[name] = problem.whole(p), problem.whole(gradient)
             before[name] = (p.grad, gradient.placements, gradient.to_local().clone())
         optimizer.step()
-        for name, p in held.model.named_parameters():
+        for name, p in placed.model.named_parameters():
             gradient, placements, value = before[name]
             same = p.grad is gradient
             if gradient is not None:
                 same &= gradient.placements == placements and torch.equal(gradient.to_local(), value)
             record.written |= set() if same else {name}
         record.steps.append((parameters, gradients))
-    record.final = {name: problem.whole(p) for name, p in held.model.named_parameters()}
+    record.final = {name: problem.whole(p) for name, p in placed.model.named_parameters()}
     return record
 
 
 @pytest.fixture(scope="module")
 def trained(workers: Any) -> Callable[..., list[Record]]:
     """`trained("llama", "tp")` are the records of the ranks; each run is made once."""
-    made: dict[Any, list[Record]] = {}
+    records_by_run: dict[Any, list[Record]] = {}
 
     def run(*how: str, **options: bool) -> list[Record]:
         key = (how, tuple(options))
-        if key not in made:
-            made[key] = workers(RANKS).run(own, *how, **options, **PATIENCE)
-        return made[key]
+        if key not in records_by_run:
+            records_by_run[key] = workers(RANKS).run(train_with_own_gradients, *how, **options, **PATIENCE)
+        return records_by_run[key]
 
     return run
 
@@ -235,13 +239,13 @@ def check_oracle(records: list[Record]) -> None:
         assert error < 1e-4 * moved, name  # 1e-5 was seen, where fp32 rounds weights near 1
 
 
-@each(HELD)
+@every_layout(HELD)
 def test_with_its_own_gradients_a_model_follows_the_oracle(trained: Any, family: str, layout: str) -> None:
     """The oracle gets the gradients that the ranks made, whole; the step leaves them as they are."""
     check_oracle(trained(family, layout))
 
 
-@each(HELD)
+@every_layout(HELD)
 def test_the_ranks_make_the_gradients_of_one_process(trained: Any, family: str, layout: str) -> None:
     """Or the tests here would be about another model."""
     record, model = trained(family, layout)[0], models.build(family)

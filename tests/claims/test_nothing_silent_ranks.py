@@ -114,38 +114,38 @@ UNUSABLE: dict[Any, tuple[str, type[Exception]]] = {
 }
 
 
-def unusable(spoil: Any, told: str, kind: type[Exception]) -> list[str]:
+def unusable(spoil: Any, message: str, kind: type[Exception]) -> list[str]:
     """Spoil a parameter or its state on rank 1 alone, mend it after the step has raised, and go on."""
     model, optimizer = build("fsdp")
     twin, other = build("fsdp")
-    for some, one in ((model, optimizer), (twin, other)):
-        give(some, 0)
-        one.step()
-    held, vector = model.vector.data, model.vector.detach().clone()
-    state = {p: dict(kept) for p, kept in optimizer.state.items()}
+    for trained, trainer in ((model, optimizer), (twin, other)):
+        give(trained, 0)
+        trainer.step()
+    stored, vector = model.vector.data, model.vector.detach().clone()
+    state = {p: dict(entries) for p, entries in optimizer.state.items()}
     give(model, 1)
     matrix = problem.whole(model.matrix)
-    kept = {key: problem.whole(value).clone() for key, value in state[model.matrix].items()}
+    entries = {key: problem.whole(value).clone() for key, value in state[model.matrix].items()}
     if dist.get_rank() == 1:
         model.vector.grad = None
         spoil(model, optimizer)
         model.vector.grad = None if spoil is freed else torch.ones(5)
     began = time.monotonic()
-    with pytest.raises(kind if dist.get_rank() == 1 else mm.PlanError, match=told):
+    with pytest.raises(kind if dist.get_rank() == 1 else mm.PlanError, match=message):
         optimizer.step()
     assert time.monotonic() - began < SOON
     assert torch.equal(problem.whole(model.matrix), matrix)
-    assert all(torch.equal(problem.whole(optimizer.state[model.matrix][key]), value) for key, value in kept.items())
+    assert all(torch.equal(problem.whole(optimizer.state[model.matrix][key]), value) for key, value in entries.items())
     model.vector.grad = None
     if spoil is freed:
-        held.untyped_storage().resize_(held.numel() * 4)
-    model.vector.data = held.copy_(vector)
+        stored.untyped_storage().resize_(stored.numel() * 4)
+    model.vector.data = stored.copy_(vector)
     for parameter, whole in state.items():
         optimizer.state[parameter].clear()
         optimizer.state[parameter].update(whole)
-    for some, one in ((model, optimizer), (twin, other)):
-        give(some, 1)
-        one.step()
+    for trained, trainer in ((model, optimizer), (twin, other)):
+        give(trained, 1)
+        trainer.step()
     return [
         name
         for name, value in model.named_parameters()
@@ -186,8 +186,8 @@ def different_setting(key: str, value: Any, waits: bool) -> bool:
     name = "vector" if key.startswith("adamw") else "matrix"
     if not waits:
         optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
-    told = rf"{name}: found (\w+=).* on rank 0 and \1.* on rank 1.*alike on every rank"
-    with pytest.raises(mm.PlanError, match=told):
+    message = rf"{name}: found (\w+=).* on rank 0 and \1.* on rank 1.*alike on every rank"
+    with pytest.raises(mm.PlanError, match=message):
         optimizer.step()
     return same_bits(before if waits else before[:1], values(model) if waits else values(model)[:1])
 
@@ -198,7 +198,7 @@ def test_a_setting_that_differs_on_one_rank_is_an_error_on_all(workers, key: str
     assert workers(2).run(different_setting, key, DIFFERENT[key], waits, timeout=SOON) == [True, True]
 
 
-def mended(what: str, waits: bool) -> tuple[list[int], bool]:
+def mended(cause: str, waits: bool) -> tuple[list[int], bool]:
     """Make an error on rank 1 only, mend it, and go on; return what is counted, and whether the bits are as without."""
     results = []
     for wrong in (False, True):
@@ -209,8 +209,8 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
             if wrong and step == 2:
                 give(model, 0)
                 if dist.get_rank() == 1:
-                    optimizer.param_groups[0]["lr"] = -1.0 if what == "setting" else 0.1
-                    model.matrix.grad = model.matrix.grad.to_sparse() if what == "gradient" else model.matrix.grad
+                    optimizer.param_groups[0]["lr"] = -1.0 if cause == "setting" else 0.1
+                    model.matrix.grad = model.matrix.grad.to_sparse() if cause == "gradient" else model.matrix.grad
                 if not waits:
                     before = values(model)[:1]
                     optimizer.step()  # the next step says it; AdamW's half is masked on CUDA only
@@ -226,9 +226,9 @@ def mended(what: str, waits: bool) -> tuple[list[int], bool]:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-@pytest.mark.parametrize("what", ["setting", "gradient"])
-def test_a_step_that_raised_is_counted_on_no_rank(workers, what: str, waits: bool) -> None:
-    assert workers(2).run(mended, what, waits, timeout=SOON) == [([4, 4], True)] * 2
+@pytest.mark.parametrize("cause", ["setting", "gradient"])
+def test_a_step_that_raised_is_counted_on_no_rank(workers, cause: str, waits: bool) -> None:
+    assert workers(2).run(mended, cause, waits, timeout=SOON) == [([4, 4], True)] * 2
 
 
 def different_dtype(kind: str) -> None:
@@ -303,7 +303,7 @@ def test_clipping_that_differs_on_one_rank_scales_nothing(workers, key: str, wai
 # ------------------------------------------------------------------ plans that change on one rank
 
 
-def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
+def changed(how: str, call: str, waits: bool, algorithm: str = "muon") -> str:
     """Change the plan on rank 1 only, after the first step; return what the next call says."""
     # Under DDP only the first rank would count in the sums that AdaMuon asks for.
     model, optimizer = build("fsdp" if how == "swap" or algorithm == "adamuon" else "ddp")
@@ -313,11 +313,11 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
     optimizer.step()
     if dist.get_rank() == 1:
         if how == "add":
-            own = nn.Parameter(torch.randn(24))
+            new_matrix = nn.Parameter(torch.randn(24))
             optimizer.layouts = {"own": FlatShards.cut((6, 4), (1,), [0, 24])}
-            group = {"params": [own], "param_names": ["own"], "algorithm": "muon", "name": "own"}
+            group = {"params": [new_matrix], "param_names": ["own"], "algorithm": "muon", "name": "own"}
             optimizer.add_param_group(group)
-            model.own = own
+            model.new_matrix = new_matrix
         elif how == "swap":
             state = optimizer.state.pop(model.matrix)
             model.matrix = nn.Parameter(model.matrix.detach().clone())
@@ -325,80 +325,80 @@ def changed(how: str, then: str, waits: bool, algorithm: str = "muon") -> str:
             optimizer.state[model.matrix] = state
         else:
             optimizer.param_groups[0]["params"].append(nn.Parameter(torch.randn(3, 3)))
-        if then == "explain" and how != "broken":
+        if call == "explain" and how != "broken":
             optimizer.explain()
     give(model, 1)
     before = values(model)
     try:
-        if then == "clip":
+        if call == "clip":
             optimizer.clip_grad_norm_(1.0)
-        elif then == "metrics":
+        elif call == "metrics":
             optimizer.metrics()
         optimizer.step()
         if not waits:
             optimizer.step()
     except (mm.PlanError, ValueError) as error:
-        kept = slice(None) if waits else slice(1)  # AdamW's half is masked on CUDA only
-        assert same_bits(before[kept], values(model)[kept]), "something was written"
+        unwritten = slice(None) if waits else slice(1)  # AdamW's half is masked on CUDA only
+        assert same_bits(before[unwritten], values(model)[unwritten]), "something was written"
         return f"{type(error).__name__}: {error}"
     assert not same_bits(before[:1], values(model)[:1])
     return "stepped"
 
 
-@pytest.mark.parametrize("then", ["step", "explain", "clip", "metrics"])
+@pytest.mark.parametrize("call", ["step", "explain", "clip", "metrics"])
 @pytest.mark.parametrize("how", ["add", "swap"])
-def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, then: str) -> None:
-    assert workers(2).run(changed, how, then, True, timeout=SOON) == ["stepped", "stepped"]
+def test_a_plan_that_changes_on_one_rank_is_made_anew_by_all(workers, how: str, call: str) -> None:
+    assert workers(2).run(changed, how, call, True, timeout=SOON) == ["stepped", "stepped"]
 
 
-@pytest.mark.parametrize("then", ["step", "clip"])
+@pytest.mark.parametrize("call", ["step", "clip"])
 @pytest.mark.parametrize("algorithm", ["muon", "adamuon"])
-def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, algorithm: str, then: str) -> None:
+def test_where_the_host_does_not_wait_a_changed_plan_is_an_error_on_all(workers, algorithm: str, call: str) -> None:
     """The rank that has changed takes part in what the others wait for: gathers, sums over matrices, scatters."""
-    for told in workers(2).run(changed, "add", then, False, algorithm, timeout=SOON):
-        assert told.startswith("PlanError: the groups: Some ranks changed their param groups or parameters"), told
+    for message in workers(2).run(changed, "add", call, False, algorithm, timeout=SOON):
+        assert message.startswith("PlanError: the groups: Some ranks changed their param groups or parameters"), message
 
 
-@pytest.mark.parametrize("then", ["step", "clip", "metrics"])
+@pytest.mark.parametrize("call", ["step", "clip", "metrics"])
 @pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, then: str, waits: bool) -> None:
-    if then == "metrics" and not waits:
-        then = "step"
-    other, culprit = workers(2).run(changed, "broken", then, waits, timeout=SOON)
+def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, call: str, waits: bool) -> None:
+    if call == "metrics" and not waits:
+        call = "step"
+    other, culprit = workers(2).run(changed, "broken", call, waits, timeout=SOON)
     assert "found 1 param_names for 2 parameters" in culprit
     assert other.startswith("PlanError: rank 1"), other
 
 
-def changed_and_mended(others: str, then: str) -> list[str]:
+def changed_and_mended(others: str, call: str) -> list[str]:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = build()
     optimizer._runtime.driver = Driver(False)
-    group, said = optimizer.param_groups[0], []
+    group, messages = optimizer.param_groups[0], []
     odd = dist.get_rank() == 1
     for step in range(6):
         group["ns_steps"] = 3 if odd and step in (1, 2) else 5
         group["lr"] = -1.0 if others == "broken" and not odd and step in (1, 2) else 0.1
         give(model, step)
-        if then == "metrics":
+        if call == "metrics":
             figures = optimizer.metrics()
             assert step not in (1, 2) or all(math.isnan(figure) for figure in figures.values()), figures
         try:
             optimizer.step()
-            said.append("stepped")
+            messages.append("stepped")
         except (mm.PlanError, ValueError) as error:
-            said.append(str(error))
+            messages.append(str(error))
         meeting_of_all = torch.tensor([step])  # what a backward pass sends; it must meet that of the same step
         dist.all_reduce(meeting_of_all, op=dist.ReduceOp.MIN)
         assert meeting_of_all.item() == step
-    return said
+    return messages
 
 
-@pytest.mark.parametrize("then", ["step", "metrics"])
+@pytest.mark.parametrize("call", ["step", "metrics"])
 @pytest.mark.parametrize("others", ["as they were", "broken"])
-def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str, then: str) -> None:
-    for told in workers(2).run(changed_and_mended, others, then, timeout=SOON):
-        assert [what == "stepped" for what in told] == [True, True, False, True, True, True], told
-        assert ("lr" if others == "broken" else "changed their param groups") in told[2], told
+def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str, call: str) -> None:
+    for messages in workers(2).run(changed_and_mended, others, call, timeout=SOON):
+        assert [message == "stepped" for message in messages] == [True, True, False, True, True, True], messages
+        assert ("lr" if others == "broken" else "changed their param groups") in messages[2], messages
 
 
 def changed_everywhere(waits: bool) -> list[str]:
@@ -409,8 +409,8 @@ def changed_everywhere(waits: bool) -> list[str]:
         optimizer._runtime.driver = Driver(waits)
         for step in range(4):
             if step == 2:
-                model.late = nn.Parameter(torch.ones(6, 4))
-                added = {"params": [model.late], "param_names": ["late"], "algorithm": "muon", "name": "late"}
+                model.new_matrix = nn.Parameter(torch.ones(6, 4))
+                added = {"params": [model.new_matrix], "param_names": ["late"], "algorithm": "muon", "name": "late"}
                 optimizer.add_param_group(added)
             give(model, step)
             optimizer.clip_grad_norm_(1.0, policy="separate")
@@ -482,7 +482,7 @@ def caught_and_made_anew() -> None:
     optimizer.step()
 
 
-def alone(what: str) -> tuple[str, float]:
+def alone(method: str) -> tuple[str, float]:
     """Rank 0 calls what rank 1 does not."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))
     rendezvous.PATIENCE = 1.0
@@ -491,22 +491,22 @@ def alone(what: str) -> tuple[str, float]:
     optimizer.step()
     begin = time.monotonic()
     if dist.get_rank() == 0:
-        with pytest.raises(mm.PlanError) as found:
-            getattr(optimizer, what)(*([1.0] if what == "clip_grad_norm_" else []))
-        told = str(found.value)
+        with pytest.raises(mm.PlanError) as error:
+            getattr(optimizer, method)(*([1.0] if method == "clip_grad_norm_" else []))
+        message = str(error.value)
     else:
         time.sleep(4)
-        told = ""
-    return told, time.monotonic() - begin
+        message = ""
+    return message, time.monotonic() - begin
 
 
 @pytest.mark.parametrize(
-    ("what", "where"), [("step", "the agreement before the step"), ("clip_grad_norm_", "the sum of the norms")]
+    ("method", "meeting"), [("step", "the agreement before the step"), ("clip_grad_norm_", "the sum of the norms")]
 )
-def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, what: str, where: str) -> None:
-    (told, seconds), _ = workers(2).run(alone, what, timeout=SOON)
-    assert f"The ranks 0, 1 did not meet in {where}. Missing: 1." in told, told
-    assert told.startswith("step "), told
+def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, method: str, meeting: str) -> None:
+    (message, seconds), _ = workers(2).run(alone, method, timeout=SOON)
+    assert f"The ranks 0, 1 did not meet in {meeting}. Missing: 1." in message, message
+    assert message.startswith("step "), message
     assert seconds < 10
 
 
@@ -520,17 +520,17 @@ def dies_in_the_step(file: str) -> None:
     if dist.get_rank() == 1:
         exchange = optimizer._runtime.planned.exchange
         exchange.run = lambda work: os._exit(9)
-    told = {}
+    messages = {}
     try:
         optimizer.step()
     except mm.PlanError as error:
-        told["step"] = str(error)
+        messages["step"] = str(error)
     for name in ("step", "state_dict"):
         try:
             getattr(optimizer, name)()
         except mm.StateError as error:
-            told[f"then {name}"] = str(error)
-    Path(file).write_text(json.dumps(told))
+            messages[f"then {name}"] = str(error)
+    Path(file).write_text(json.dumps(messages))
 
 
 def test_a_rank_that_dies_inside_a_step_is_named_and_the_torn_state_is_not_saved(workers, tmp_path: Path) -> None:
@@ -541,10 +541,10 @@ def test_a_rank_that_dies_inside_a_step_is_named_and_the_torn_state_is_not_saved
         if file.exists():
             break
         time.sleep(0.1)
-    told = json.loads(file.read_text())
-    assert "did not meet in the gather of bucket 0. Missing: 1." in told["step"], told
+    messages = json.loads(file.read_text())
+    assert "did not meet in the gather of bucket 0. Missing: 1." in messages["step"], messages
     for name in ("then step", "then state_dict"):
-        assert "interrupted while it wrote" in told[name]
+        assert "interrupted while it wrote" in messages[name]
 
 
 # ------------------------------------------------------------------ their like
@@ -587,38 +587,38 @@ def mutated(key: str, value: Any, missing: bool, first: bool) -> tuple[str, bool
 @pytest.mark.parametrize("first", [True, False], ids=["first-step", "later-step"])
 @pytest.mark.parametrize(("key", "value"), MUTATIONS, ids=str)
 def test_a_field_that_is_wrong_on_one_rank_is_an_error_on_all(workers, key: str, value: Any, first: bool) -> None:
-    (other, kept), (culprit, untouched) = workers(2).run(mutated, key, value, False, first, timeout=SOON)
+    (other, unchanged), (culprit, untouched) = workers(2).run(mutated, key, value, False, first, timeout=SOON)
     assert key in culprit or "param_names" in culprit or "add up" in culprit, culprit
     assert other == f"rank 1: {culprit}"
-    assert kept
+    assert unchanged
     assert untouched
 
 
 @pytest.mark.parametrize("key", ["lr", "momentum", "algorithm", "param_names", "name", "ns_coefficients"])
 def test_a_field_that_is_missing_on_one_rank_is_an_error_on_all(workers, key: str) -> None:
-    (other, kept), (culprit, untouched) = workers(2).run(mutated, key, None, True, False, timeout=SOON)
+    (other, unchanged), (culprit, untouched) = workers(2).run(mutated, key, None, True, False, timeout=SOON)
     assert f"found no {key!r}" in culprit, culprit
     assert other == f"rank 1: {culprit}"
-    assert kept
+    assert unchanged
     assert untouched
 
 
 # ------------------------------------------------------------------ replicas that differ
 
 
-def replicas_differ(what: str) -> None:
+def replicas_differ(difference: str) -> None:
     model, optimizer = build()
-    if what == "weights" and dist.get_rank() == 1:
+    if difference == "weights" and dist.get_rank() == 1:
         with torch.no_grad():
             model.vector[3] += 1e-6
-    if what != "weights":
+    if difference != "weights":
         give(model, 0)
         optimizer.step()
         saved = optimizer.state_dict()
-        if dist.get_rank() == 1 and what in ("momentum_buffer", "exp_avg"):
-            entry = saved["state"][0 if what == "momentum_buffer" else 1]
-            entry[what] = entry[what].flip(0)  # the same sum
-        if dist.get_rank() == 1 or what != "loaded on one":
+        if dist.get_rank() == 1 and difference in ("momentum_buffer", "exp_avg"):
+            entry = saved["state"][0 if difference == "momentum_buffer" else 1]
+            entry[difference] = entry[difference].flip(0)  # the same sum
+        if dist.get_rank() == 1 or difference != "loaded on one":
             optimizer.load_state_dict(saved)
     give(model, 1)
     before = values(model)
@@ -627,14 +627,14 @@ def replicas_differ(what: str) -> None:
         "exp_avg": "vector: found exp_avg",
         "loaded on one": "state loaded=.*Load state on every rank",
     }
-    with pytest.raises(mm.PlanError, match=named.get(what, f"matrix: found {what}")):
+    with pytest.raises(mm.PlanError, match=named.get(difference, f"matrix: found {difference}")):
         optimizer.step()
     assert same_bits(before, values(model))
 
 
-@pytest.mark.parametrize("what", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
-def test_replicas_that_differ_are_an_error_on_all(workers, what: str) -> None:
-    workers(2).run(replicas_differ, what, timeout=SOON)
+@pytest.mark.parametrize("difference", ["weights", "momentum_buffer", "exp_avg", "loaded on one"])
+def test_replicas_that_differ_are_an_error_on_all(workers, difference: str) -> None:
+    workers(2).run(replicas_differ, difference, timeout=SOON)
 
 
 def gradients_of_own_batches(how: str) -> bool:
@@ -657,8 +657,8 @@ def gradients_of_own_batches(how: str) -> bool:
     before = values(model)
     if how in ("own", "one", "mirrored"):
         name = {"own": "(matrix|vector)", "one": "vector", "mirrored": "matrix"}[how]
-        told = rf"^{name}: The ranks 0 and 1 hold replicas of this parameter, but their gradients differ \("
-        with pytest.raises(mm.LayoutError, match=told):
+        message = rf"^{name}: The ranks 0 and 1 hold replicas of this parameter, but their gradients differ \("
+        with pytest.raises(mm.LayoutError, match=message):
             optimizer.step()
         return same_bits(before, values(model))
     optimizer.step()
@@ -670,9 +670,9 @@ def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, 
     assert workers(2).run(gradients_of_own_batches, how, timeout=SOON) == [True, True]
 
 
-def other_widths(where: str) -> None:
+def other_widths(layer: str) -> None:
     """Each rank builds a model of another width; gradients differ too, which is not what is wrong."""
-    hidden, out = {"hidden": (6 + 2 * dist.get_rank(), 4), "out": (6, 4 + dist.get_rank())}[where]
+    hidden, out = {"hidden": (6 + 2 * dist.get_rank(), 4), "out": (6, 4 + dist.get_rank())}[layer]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, hidden), nn.Linear(hidden, out))
     optimizer = mm.from_model(model, process_group="world")
@@ -683,9 +683,9 @@ def other_widths(where: str) -> None:
     assert same_bits(before, values(model))
 
 
-@pytest.mark.parametrize("where", ["hidden", "out"])
-def test_models_of_other_widths_are_told_by_their_shapes(workers, where: str) -> None:
-    workers(2).run(other_widths, where, timeout=SOON)
+@pytest.mark.parametrize("layer", ["hidden", "out"])
+def test_models_of_other_widths_are_told_by_their_shapes(workers, layer: str) -> None:
+    workers(2).run(other_widths, layer, timeout=SOON)
 
 
 def save_replicas(path: str, how: str) -> tuple[str, bool]:
@@ -699,22 +699,24 @@ def save_replicas(path: str, how: str) -> tuple[str, bool]:
         mm.checkpoint.save(path, model, optimizer)
     fresh, other = build()
     mm.checkpoint.load(path, fresh, other)
-    return " ".join(str(each.message) for each in caught), same_bits(*([v] for v in gathered(fresh.vector.detach())))
+    return " ".join(str(warning.message) for warning in caught), same_bits(
+        *([v] for v in gathered(fresh.vector.detach()))
+    )
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor)
+    return tensors
 
 
 @pytest.mark.parametrize("how", ["alike", "drifted"])
 def test_a_save_warns_of_replicas_that_have_drifted_apart(workers, tmp_path: Path, how: str) -> None:
-    (told, equal), (nothing, equal_there) = workers(2).run(save_replicas, str(tmp_path / "saved"), how, timeout=SOON)
+    (message, equal), (nothing, equal_there) = workers(2).run(save_replicas, str(tmp_path / "saved"), how, timeout=SOON)
     assert equal
     assert equal_there
     assert not nothing
-    assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in told) == (how == "drifted"), told
+    assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in message) == (how == "drifted"), message
 
 
 def gradients_of_some(how: str, folder: str) -> str:
@@ -753,13 +755,15 @@ class Reading(mm.GradientSource):
 
 @pytest.mark.parametrize("how", ["saved", "missing", "raised", "measured"])
 def test_the_check_of_gradients_hides_no_other_error_and_refuses_no_save(workers, tmp_path: Path, how: str) -> None:
-    told = workers(2).run(gradients_of_some, how, str(tmp_path / "saved"), timeout=SOON)
+    messages = workers(2).run(gradients_of_some, how, str(tmp_path / "saved"), timeout=SOON)
     if how in ("raised", "measured"):
-        assert told == ["PlanError: rank 1: KeyError: 'forgotten'", "KeyError: 'forgotten'"]
+        assert messages == ["PlanError: rank 1: KeyError: 'forgotten'", "KeyError: 'forgotten'"]
     elif how == "missing":
-        assert all("vector: Some of the ranks (0, 1) have a gradient and others have none" in each for each in told)
+        assert all(
+            "vector: Some of the ranks (0, 1) have a gradient and others have none" in message for message in messages
+        )
     else:
-        assert told == ["stepped", "stepped"]
+        assert messages == ["stepped", "stepped"]
 
 
 # ------------------------------------------------------------------ parameters that are replaced
@@ -804,21 +808,23 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     before = values(model)
     for _ in range(2):
-        for each in (model, alone):
-            each(x).square().mean().backward()
+        for module in (model, alone):
+            module(x).square().mean().backward()
         optimizer.clip_grad_norm_(1.0)
         other.clip_grad_norm_(1.0)
         try:
             optimizer.step()
         except mm.MuonMeshError as error:
-            kept = [same_bits([old], [new]) for old, new in zip(before, values(model), strict=True)]
-            assert all(kept) or (not waits and kept[0] and kept[3])  # AdamW's half is masked on CUDA only
+            unchanged = [same_bits([old], [new]) for old, new in zip(before, values(model), strict=True)]
+            assert all(unchanged) or (
+                not waits and unchanged[0] and unchanged[3]
+            )  # AdamW's half is masked on CUDA only
             return f"{type(error).__name__}: {error}"
         other.step()
         optimizer.zero_grad()
         other.zero_grad()
-    for one, two in zip(values(model), values(alone), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)  # sums over ranks round otherwise
+    for value, expected in zip(values(model), values(alone), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)  # sums over ranks round otherwise
     return None
 
 
@@ -827,11 +833,11 @@ def train_replaced(by: str, order: str, waits: bool) -> str | None:
 def test_an_optimizer_made_before_its_parameters_were_replaced_says_so_at_the_first_step(
     workers, by: str, waits: bool
 ) -> None:
-    told = workers(2).run(train_replaced, by, "before", waits, timeout=SOON)
-    assert "has no gradient, and the model now holds another parameter" in told[1]
-    assert "Make the optimizer after fully_shard" in told[1]
-    assert told[1].startswith("LayoutError: up.weight"), told
-    assert told[0] == told[1] or (by == "hand" and told[0].startswith("PlanError: ")), told
+    messages = workers(2).run(train_replaced, by, "before", waits, timeout=SOON)
+    assert "has no gradient, and the model now holds another parameter" in messages[1]
+    assert "Make the optimizer after fully_shard" in messages[1]
+    assert messages[1].startswith("LayoutError: up.weight"), messages
+    assert messages[0] == messages[1] or (by == "hand" and messages[0].startswith("PlanError: ")), messages
 
 
 @pytest.mark.parametrize("by", ["fully_shard", "parallelize_module"])
@@ -915,17 +921,17 @@ def lacking_while_it_writes(file: str) -> list[str]:
         give(model, step)
         if step == 0:
             optimizer.step()
-    before, told = local_values(model), list[str]()
+    before, messages = local_values(model), list[str]()
     with Lacks("addcdiv") if dist.get_rank() == 1 else contextlib.nullcontext():
         for name in ("step", "step", "state_dict"):
             with pytest.raises((MemoryError, mm.PlanError, mm.StateError)) as error:
                 getattr(optimizer, name)()
-            told.append(f"{type(error.value).__name__}: {error.value} {getattr(error.value, '__notes__', '')}")
+            messages.append(f"{type(error.value).__name__}: {error.value} {getattr(error.value, '__notes__', '')}")
             if dist.get_rank() == 1 and name == "state_dict":
-                Path(f"{file}.1").write_text(json.dumps([told, same_bits(before, local_values(model))]))
+                Path(f"{file}.1").write_text(json.dumps([messages, same_bits(before, local_values(model))]))
                 os._exit(1)
-    Path(f"{file}.0").write_text(json.dumps([told, same_bits(before, local_values(model))]))
-    return told
+    Path(f"{file}.0").write_text(json.dumps([messages, same_bits(before, local_values(model))]))
+    return messages
 
 
 def test_memory_that_one_rank_lacks_while_it_writes_is_an_error_on_all(workers, tmp_path: Path) -> None:
@@ -938,10 +944,10 @@ def test_memory_that_one_rank_lacks_while_it_writes_is_an_error_on_all(workers, 
             break
         time.sleep(0.1)
     for rank, first in enumerate(("PlanError: step 2: The ranks 0, 1 did not meet in ", "MemoryError: no memory here")):
-        told, unchanged = json.loads(Path(f"{file}.{rank}").read_text())
-        assert told[0].startswith(first), told
-        assert "some weights and their state are of another step than others" in told[0], told
-        for each in told[1:]:
-            assert each.startswith("StateError: "), each
-            assert "Load model and optimizer from a checkpoint" in each
+        messages, unchanged = json.loads(Path(f"{file}.{rank}").read_text())
+        assert messages[0].startswith(first), messages
+        assert "some weights and their state are of another step than others" in messages[0], messages
+        for message in messages[1:]:
+            assert message.startswith("StateError: "), message
+            assert "Load model and optimizer from a checkpoint" in message
         assert rank == 0 or not unchanged  # else there was nothing to tell of

@@ -70,32 +70,34 @@ def test_what_annotations_and_values_need_can_be_imported() -> None:
 
 
 def test_from_model_has_the_arguments_of_muon_with_their_defaults() -> None:
-    ours = dict(inspect.signature(mm.from_model).parameters)
-    theirs = dict(inspect.signature(mm.Muon).parameters)
-    del theirs["params"]
-    for own in ("model", "muon", "adamw", "overrides", "rule", "example", "watch"):
-        del ours[own]
-    assert list(ours.values()) == list(theirs.values())  # names, kinds, defaults, annotations, order
+    arguments_of_from_model = dict(inspect.signature(mm.from_model).parameters)
+    arguments_of_muon = dict(inspect.signature(mm.Muon).parameters)
+    del arguments_of_muon["params"]
+    for name in ("model", "muon", "adamw", "overrides", "rule", "example", "watch"):
+        del arguments_of_from_model[name]
+    assert list(arguments_of_from_model.values()) == list(
+        arguments_of_muon.values()
+    )  # names, kinds, defaults, annotations, order
 
 
-def made_by(make: str, **given: Any) -> mm.Muon:
+def made_by(make: str, **arguments: Any) -> mm.Muon:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
-    return mm.Muon(mm.split_params(model), **given) if make == "Muon" else mm.from_model(model, **given)
+    return mm.Muon(mm.split_params(model), **arguments) if make == "Muon" else mm.from_model(model, **arguments)
 
 
 @pytest.mark.parametrize("make", ["Muon", "from_model"])
 def test_betas_and_eps_are_adamws_as_torch_has_them(make: str) -> None:
     """AdamW's half steps as torch.optim.AdamW with these very arguments."""
-    given: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-2, "weight_decay": 0.0}
-    optimizer = made_by(make, **given)
+    arguments: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-2, "weight_decay": 0.0}
+    optimizer = made_by(make, **arguments)
     half = [p for group in optimizer.param_groups if group["algorithm"] == "adamw" for p in group["params"]]
     twins = [p.detach().clone().requires_grad_() for p in half]
-    peer = torch.optim.AdamW(twins, fused=False, foreach=False, **given)
+    peer = torch.optim.AdamW(twins, fused=False, foreach=False, **arguments)
     for step in range(3):
-        for mine, theirs in zip(half, twins, strict=True):
-            mine.grad = torch.full_like(mine, 0.1 * step)
-            theirs.grad = mine.grad.clone()
+        for parameter, twin in zip(half, twins, strict=True):
+            parameter.grad = torch.full_like(parameter, 0.1 * step)
+            twin.grad = parameter.grad.clone()
         optimizer.step()
         peer.step()
     torch.testing.assert_close(half, twins, rtol=1e-6, atol=0)  # torch multiplies in another order
@@ -104,7 +106,7 @@ def test_betas_and_eps_are_adamws_as_torch_has_them(make: str) -> None:
 
 @pytest.mark.parametrize("make", ["Muon", "from_model"])
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"betas": (0.9, 0.99), "adamw_betas": (0.9, 0.95)}, "found betas=.* and adamw_betas=.*Remove betas"),
         ({"eps": 1e-6, "adamw_eps": 1e-8}, "found eps=.* and adamw_eps=.*Remove eps"),
@@ -122,14 +124,14 @@ def test_betas_and_eps_are_adamws_as_torch_has_them(make: str) -> None:
     ],
     ids=str,
 )
-def test_other_arguments_of_torchs_optimizers_are_refused(make: str, given: dict[str, Any], message: str) -> None:
+def test_other_arguments_of_torchs_optimizers_are_refused(make: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        made_by(make, **given)
+        made_by(make, **arguments)
     assert made_by(make, fused=False, foreach=None)  # which asks for nothing
 
 
 def test_from_model_hands_every_argument_on() -> None:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "lr": 0.07,
         "momentum": 0.8,
         "nesterov": False,
@@ -154,12 +156,12 @@ def test_from_model_hands_every_argument_on() -> None:
         "gradients": ParameterGrad(),
     }
     signature = inspect.signature(mm.from_model)
-    own = {"model", "muon", "adamw", "overrides", "rule", "example", "watch", "stochastic_rounding"}
+    other_names = {"model", "muon", "adamw", "overrides", "rule", "example", "watch", "stochastic_rounding"}
     assert mm.from_model(nn.Linear(2, 3), stochastic_rounding=4).defaults["stochastic_rounding"] == 4  # without masters
-    assert given.keys() == signature.parameters.keys() - own
-    assert not [name for name in given if given[name] == signature.parameters[name].default]
-    optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **given)
-    kept = {
+    assert arguments.keys() == signature.parameters.keys() - other_names
+    assert not [name for name in arguments if arguments[name] == signature.parameters[name].default]
+    optimizer = mm.from_model(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), **arguments)
+    settings = {
         **optimizer.defaults,
         **vars(optimizer._runtime),
         **optimizer._runtime.requested._asdict(),
@@ -170,7 +172,7 @@ def test_from_model_hands_every_argument_on() -> None:
         "state_device": "cpu" if optimizer._runtime.precision.on_host else None,
         "master_dtype": optimizer._runtime.precision.master,
     }
-    assert {name: kept[name] for name in given} == given
+    assert {name: settings[name] for name in arguments} == arguments
 
 
 # ------------------------------------------------------------------ what is printed
@@ -230,8 +232,8 @@ def test_without_steps_a_set_runs_what_it_is_made_for(coefficients: Any, steps: 
     assert coefficient_schedule(coefficients) == coefficient_schedule(coefficients, steps)
     assert len(coefficient_schedule(coefficients)) == steps
     x = random(24, 40)
-    ours = mm.orthogonalize(x, coefficients=coefficients, dtype=torch.float32)
-    assert torch.equal(ours, mm.orthogonalize(x, coefficients=coefficients, steps=steps, dtype=torch.float32))
+    result = mm.orthogonalize(x, coefficients=coefficients, dtype=torch.float32)
+    assert torch.equal(result, mm.orthogonalize(x, coefficients=coefficients, steps=steps, dtype=torch.float32))
     weights = [nn.Parameter(x.clone()) for _ in range(2)]
     optimizers = [
         mm.Muon([weights[0]], ns_coefficients=coefficients),
@@ -290,20 +292,20 @@ def test_the_public_api_is_what_the_reference_lists() -> None:
 
 
 def test_the_settings_that_people_set_first_come_first_and_all_are_described() -> None:
-    taken = [name for name in inspect.signature(mm.Muon).parameters if name not in ("params", "lr")]
+    names = [name for name in inspect.signature(mm.Muon).parameters if name not in ("params", "lr")]
     count = sum(FIRST)
     assert count == 12
     first, _, rare = (inspect.getdoc(mm.Muon) or "").partition("Args:\n")[2].partition("Other Parameters:\n")
     described = re.findall(r"^    (\w+): ", first, re.MULTILINE)
-    assert described == ["params", "lr", *taken[:count]]
-    assert re.findall(r"^    (\w+): ", rare.partition("Raises:")[0], re.MULTILINE) == taken[count:]
+    assert described == ["params", "lr", *names[:count]]
+    assert re.findall(r"^    (\w+): ", rare.partition("Raises:")[0], re.MULTILINE) == names[count:]
 
 
 def test_every_alias_says_what_it_is() -> None:
     for name in mm.__all__:
-        found = getattr(mm, name)
-        if callable(found) and not typing.get_args(found):
-            assert inspect.getdoc(found), name
+        alias = getattr(mm, name)
+        if callable(alias) and not typing.get_args(alias):
+            assert inspect.getdoc(alias), name
             continue
         home = importlib.import_module(
             f"muonmesh.{next(part for part, names in mm._HOMES.items() if name in names.split())}"

@@ -47,25 +47,25 @@ def test_every_argument_is_described(public: Any) -> None:
     rare = re.search(r"Other Parameters:\n(.*?)(\n\n|\Z)", inspect.getdoc(public) or "", re.DOTALL)
     sections = described[1] + "\n" + (rare[1] if rare else "")
     entries = set(re.findall(r"^ {4}(\w+): ", sections, re.MULTILINE))
-    taken = set(inspect.signature(public).parameters)
+    arguments = set(inspect.signature(public).parameters)
     if public is mm.from_model:  # which describes its own, and hands those of Muon on
-        taken = taken - SETTINGS.keys() | {"settings"}
+        arguments = arguments - SETTINGS.keys() | {"settings"}
         assert "`Muon`" in described[1]
-    assert entries == taken
+    assert entries == arguments
 
 
 def test_parameters_are_taken_as_torch_takes_them() -> None:
     annotated = typing.get_type_hints(mm.Muon.__init__)["params"]
     assert set(typing.get_args(annotated)) == set(typing.get_args(ParamsT))
     layer = nn.Linear(6, 4, bias=False)
-    for given in (
+    for params in (
         [layer.weight],
         layer.parameters(),  # gone after one pass
         layer.named_parameters(),
         [{"params": layer.parameters()}],
         ({"params": layer.named_parameters()} for _ in range(1)),
     ):
-        (group,) = mm.Muon(given).param_groups
+        (group,) = mm.Muon(params).param_groups
         assert group["params"][0] is layer.weight
         assert len(group["param_names"]) == 1
 
@@ -108,17 +108,19 @@ def test_groups_step_with_their_own_settings() -> None:
         {"lr": 0.02, "nesterov": False, "weight_decay": 0.0, "ns_coefficients": "quintic"},
         {"lr": 0.02, "ns_steps": 8, "extra_scale_factor": 0.3, "ns_method": "standard"},
     ]
-    together = [nn.Parameter(random(12, 20)) for _ in settings]
+    in_groups = [nn.Parameter(random(12, 20)) for _ in settings]
     apart = [nn.Parameter(random(12, 20)) for _ in settings]
-    optimizers = [mm.Muon([{"params": [p], **own} for p, own in zip(together, settings, strict=True)])]
-    optimizers += [mm.Muon([p], **own) for p, own in zip(apart, settings, strict=True)]
+    optimizers = [
+        mm.Muon([{"params": [p], **group_settings} for p, group_settings in zip(in_groups, settings, strict=True)])
+    ]
+    optimizers += [mm.Muon([p], **group_settings) for p, group_settings in zip(apart, settings, strict=True)]
     for step in range(3):
-        for p in (*together, *apart):
+        for p in (*in_groups, *apart):
             p.grad = random(12, 20, seed=step)
         for optimizer in optimizers:
             optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
-    assert len({p.detach().norm().item() for p in together}) == len(settings)
+    assert all(torch.equal(a, b) for a, b in zip(in_groups, apart, strict=True))
+    assert len({p.detach().norm().item() for p in in_groups}) == len(settings)
 
 
 # ------------------------------------------------------------------ divisions

@@ -65,18 +65,18 @@ def tensor_parallel_block(grid: list[list[int]] | None) -> tuple[list[str], int]
         return whole if dim is None else shard(whole, dim, pieces, column, count)
 
     values = {name: random(*entry[0], seed=i) for i, (name, entry) in enumerate(BLOCK.items())}
-    mine = {name: stamped(cut(name, value), BLOCK[name][3]) for name, value in values.items()}
+    shards = {name: stamped(cut(name, value), BLOCK[name][3]) for name, value in values.items()}
     whole = {name: nn.Parameter(value.clone()) for name, value in values.items()}
-    declared = declared_layouts(mine.items(), tensor_parallel=tensor, data_parallel=data)
-    optimizer = optimizer_of(mine, layouts=declared, process_group="local" if grid is None else None)
+    declared = declared_layouts(shards.items(), tensor_parallel=tensor, data_parallel=data)
+    optimizer = optimizer_of(shards, layouts=declared, process_group="local" if grid is None else None)
     alone = optimizer_of(whole, process_group="local")
     for step in range(3):
         for i, name in enumerate(BLOCK):
             gradient = random(*BLOCK[name][0], seed=100 * step + i + 50)
-            mine[name].grad, whole[name].grad = cut(name, gradient).clone(), gradient
+            shards[name].grad, whole[name].grad = cut(name, gradient).clone(), gradient
         optimizer.step()
         alone.step()
-    differing = [name for name in BLOCK if not torch.equal(mine[name], cut(name, whole[name].detach()))]
+    differing = [name for name in BLOCK if not torch.equal(shards[name], cut(name, whole[name].detach()))]
     return differing, optimizer.counts.orthogonalized
 
 
@@ -163,13 +163,13 @@ def collected_after_its_group() -> tuple[list[str], bool]:
         optimizer = mm.Muon([("w", weight)], process_group=group)
         weight.grad = random(4, 6, seed=0)
         optimizer.step()
-        gone = weakref.ref(optimizer)
+        weak_reference = weakref.ref(optimizer)
         dist.destroy_process_group(group)
         del optimizer
         gc.collect()
     finally:
         sys.unraisablehook = hook
-    return unraised, gone() is None
+    return unraised, weak_reference() is None
 
 
 def test_an_optimizer_is_collected_silently_after_its_group(workers) -> None:
@@ -242,16 +242,16 @@ def saved_and_loaded(folder: str) -> list[str]:
     """Momentum of flat partitions goes through a file; training goes on as if it had not stopped."""
 
     def build() -> tuple[layouts.Held, mm.Muon]:
-        held = layouts.flat(problem.PARAMETERS, problem.initial())
-        return held, mm.Muon(held.groups, compute_dtype=torch.float32, **held.settings, **problem.SETTINGS)
+        flat = layouts.flat(problem.PARAMETERS, problem.initial())
+        return flat, mm.Muon(flat.groups, compute_dtype=torch.float32, **flat.settings, **problem.SETTINGS)
 
-    held, optimizer = build()
+    sharded, optimizer = build()
     path = Path(folder) / f"{dist.get_rank()}.pt"
     for step in range(4):
         if step == 2:
-            tensors = {name: tensor.detach().clone() for name, tensor in held.tensors.items()}
+            tensors = {name: tensor.detach().clone() for name, tensor in sharded.tensors.items()}
             torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, path)
-        held.give(problem.gradients(step))
+        sharded.give(problem.gradients(step))
         optimizer.step()
     again, other = build()
     saved = torch.load(path, weights_only=True)
@@ -262,7 +262,7 @@ def saved_and_loaded(folder: str) -> list[str]:
     for step in (2, 3):
         again.give(problem.gradients(step))
         other.step()
-    return problem.differing(again.whole(other), held.whole(optimizer))
+    return problem.differing(again.whole(other), sharded.whole(optimizer))
 
 
 def test_state_of_flat_partitions_continues_bit_for_bit(workers, tmp_path: Path) -> None:
@@ -280,32 +280,32 @@ def norms_over_groups() -> tuple[list[float], list[float]]:
     experts = [random(8, 6, seed=3 + i) for i in range(2)]
     gradients = {"dense": dense, "expert": experts[rank % 2], "table": table.chunk(2)[rank % 2], "norm": norm}
     parameters = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in gradients.items()}
-    both = [Replicate(), Replicate()]
-    where = {
-        "dense": (mesh, both),
+    replicated = [Replicate(), Replicate()]
+    declared = {
+        "dense": (mesh, replicated),
         "expert": (mesh["data"], [Replicate()]),
         "table": (mesh, [Replicate(), Shard(0)], (9, 5)),
-        "norm": (mesh, both),
+        "norm": (mesh, replicated),
     }
     groups = [
         {"params": [(name, parameters[name]) for name in ("dense", "expert")]},
         {"params": [(name, parameters[name]) for name in ("table", "norm")], "algorithm": "adamw"},
     ]
-    optimizer = mm.Muon(groups, layouts=where)
+    optimizer = mm.Muon(groups, layouts=declared)
     for name, gradient in gradients.items():
         parameters[name].grad = gradient.clone()
-    found = optimizer.clip_grad_norm_(1.0)
+    norms = optimizer.clip_grad_norm_(1.0)
 
     def true(*parts: Tensor) -> float:
         return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
     expected = [true(dense, *experts, table, norm), true(dense, *experts), true(table, norm)]
-    assert found.total is not None
-    assert found.muon is not None
-    assert found.adamw is not None
-    return [float(found.total), float(found.muon), float(found.adamw)], expected
+    assert norms.total is not None
+    assert norms.muon is not None
+    assert norms.adamw is not None
+    return [float(norms.total), float(norms.muon), float(norms.adamw)], expected
 
 
 def test_norms_of_parameters_on_different_groups_count_each_element_once(workers) -> None:
-    for found, expected in workers(4).run(norms_over_groups):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for norms, expected in workers(4).run(norms_over_groups):
+        assert norms == pytest.approx(expected, rel=1e-12)

@@ -53,13 +53,13 @@ def steps_of_layout(
     return problem.differing(result, alone), result
 
 
-def told(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def promised_and_counted(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return what explain() promises of a step and what a step did."""
     *_, (_, optimizer) = problem.steps(layout, 2, problem.initial(), compute_dtype=dtype)
-    told = optimizer.explain()
+    promise = optimizer.explain()
     did = optimizer.counts
     return (
-        (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received),
+        (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
         (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
     )
 
@@ -80,13 +80,13 @@ def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str
 
 def run_as_with_avx512(layout: str, **settings: Any) -> tuple[list[str], bool]:
     """`run`, with products taken as where the processor has AVX-512: of any size; also whether it has any."""
-    taken = dict(kernels._GAIN)
-    kernels._GAIN.update(dict.fromkeys(taken, taken["avx512"]))
+    gains = dict(kernels._GAIN)
+    kernels._GAIN.update(dict.fromkeys(gains, gains["avx512"]))
     kernels.auto_takes.cache_clear()
     try:
         return steps_of_layout(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
     finally:
-        kernels._GAIN.update(taken)
+        kernels._GAIN.update(gains)
         kernels.auto_takes.cache_clear()
 
 
@@ -106,38 +106,38 @@ GUARDED = {"high": (384, 800), "tall": (410, 384), "flat": (384, 800), "small": 
 @functools.cache
 def plateaus(step: int) -> dict[str, Tensor | None]:
     """Of the first two matrices 100 singular values are 300 times the others."""
-    found: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor | None] = {}
     for number, (name, shape) in enumerate(GUARDED.items()):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
         if name in ("high", "tall"):
-            u, v = (torch.linalg.qr(one).Q[:, : min(shape)] for one in (x, x.mT))
+            u, v = (torch.linalg.qr(matrix).Q[:, : min(shape)] for matrix in (x, x.mT))
             x = (u * torch.where(torch.arange(min(shape)) < 100, 1.0, 1 / 300)) @ v.mT
-        found[name] = x.float() * 2.0**step
-    return found
+        gradients[name] = x.float() * 2.0**step
+    return gradients
 
 
 def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
     """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
-    before, known = torch.get_num_threads(), dict(problem.PARAMETERS)
+    before, parameters = torch.get_num_threads(), dict(problem.PARAMETERS)
     unguarded = replace(COEFFICIENT_SETS["deflated"], deflation=Deflation())
     mm.register_coefficients("test-unguarded", unguarded)
     problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
     try:
-        found = []
-        for held, count in ((layout, threads), ("local", 1)):
+        results = []
+        for layout_name, count in ((layout, threads), ("local", 1)):
             torch.set_num_threads(count)
-            *_, (model, optimizer) = problem.steps(held, 2, plateaus(0), plateaus, ns_coefficients="deflated")
-            found.append(problem.result(model, optimizer))
+            *_, (model, optimizer) = problem.steps(layout_name, 2, plateaus(0), plateaus, ns_coefficients="deflated")
+            results.append(problem.result(model, optimizer))
         more = [
             not torch.equal(*(mm.orthogonalize(x, coefficients=name) for name in ("deflated", "test-unguarded")))
             for name, x in plateaus(0).items()
             if name != "small"
         ]
-        return problem.differing(*found), more
+        return problem.differing(*results), more
     finally:
         torch.set_num_threads(before)
         problem.PARAMETERS.clear()
-        problem.PARAMETERS.update(known)
+        problem.PARAMETERS.update(parameters)
 
 
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
@@ -153,7 +153,7 @@ def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tupl
     """Step as on a device, in a layout and alone; return what differs, and how far it is from a step on a CPU."""
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
     *_, (model, optimizer) = problem.steps(layout, 3, values, prepare=step_as_on_a_device, **settings)
-    together = problem.result(model, optimizer)
+    result = problem.result(model, optimizer)
     alone, cpu = (
         problem.alone(3, prepare=prepare, param_dtype=param_dtype, **settings)
         for prepare in (step_as_on_a_device, None)
@@ -161,7 +161,7 @@ def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tupl
     far = [
         float((alone[name].double() - cpu[name].double()).norm() / (1e-30 + cpu[name].double().norm())) for name in cpu
     ]
-    return problem.differing(together, alone), max(far)
+    return problem.differing(result, alone), max(far)
 
 
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
@@ -267,14 +267,14 @@ def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[s
 @pytest.mark.parametrize("layout", problem.LAYOUTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None:
-    outcomes = workers(ranks).run(told, layout, torch.bfloat16)
+    outcomes = workers(ranks).run(promised_and_counted, layout, torch.bfloat16)
     matrices = 0
-    for promised, done in outcomes:
-        assert promised == done
-        matrices += done[0]
+    for promised, counts in outcomes:
+        assert promised == counts
+        matrices += counts[0]
     # no matrix is orthogonalized twice, none is left out
     assert matrices == len(_matrices())
-    assert any(done[2] for _, done in outcomes)
+    assert any(counts[2] for _, counts in outcomes)
 
 
 def _matrices() -> list[int]:

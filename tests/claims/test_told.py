@@ -46,15 +46,17 @@ def test_an_entry_of_a_module_list_may_be_none() -> None:
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("given", [{"betas": (0.8, 0.9), "eps": 1e-6}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}])
-def test_torchs_names_of_adamws_settings_are_taken_everywhere(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"betas": (0.8, 0.9), "eps": 1e-6}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}]
+)
+def test_torchs_names_of_adamws_settings_are_taken_everywhere(settings: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     table = [model[0].weight]
     for optimizer in (
-        mm.from_model(model, **given),
-        mm.from_model(model, adamw=given),
-        mm.from_model(model, overrides={"0.weight": {"algorithm": "adamw", **given}}),
-        mm.Muon([{"params": table, "algorithm": "adamw", **given}]),
+        mm.from_model(model, **settings),
+        mm.from_model(model, adamw=settings),
+        mm.from_model(model, overrides={"0.weight": {"algorithm": "adamw", **settings}}),
+        mm.Muon([{"params": table, "algorithm": "adamw", **settings}]),
     ):
         (group,) = (group for group in optimizer.param_groups if any(p is table[0] for p in group["params"]))
         assert (group["adamw_betas"], group["adamw_eps"]) == ((0.8, 0.9), 1e-6)
@@ -75,43 +77,43 @@ def test_errors_name_the_function_that_was_called_and_what_was_meant() -> None:
         (lambda: mm.Muon([model.weight], ns_steps=10**9), "ns_steps: found 1000000000; needed .* from 1 to 100"),
         (lambda: mm.orthogonalize(torch.ones(2, 2), steps=10**9), "at most 100"),
     ]
-    for call, said in wrong:
-        with pytest.raises((TypeError, ValueError), match=said):
+    for call, message in wrong:
+        with pytest.raises((TypeError, ValueError), match=message):
             call()
 
 
 def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    ours, theirs = Spectral(), Spectral()
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = mm.from_model(ours, lr=1e-2)
-    decays = [{"params": [theirs.weights], "weight_decay": 0.1}, {"params": [theirs.scale], "weight_decay": 0.0}]
+    model, twin = Spectral(), Spectral()
+    twin.load_state_dict(model.state_dict())
+    optimizer = mm.from_model(model, lr=1e-2)
+    decays = [{"params": [twin.weights], "weight_decay": 0.1}, {"params": [twin.scale], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(decays, lr=1e-2, betas=(0.9, 0.95))
     for _ in range(3):
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            mine.grad, other.grad = (torch.full_like(mine, 0.3 + 0.1 * mine.numel()) for _ in range(2))
-            mine.grad.mul_(mine.detach())
-            other.grad.copy_(mine.grad)
+        for weight, other in zip(model.parameters(), twin.parameters(), strict=True):
+            weight.grad, other.grad = (torch.full_like(weight, 0.3 + 0.1 * weight.numel()) for _ in range(2))
+            weight.grad.mul_(weight.detach())
+            other.grad.copy_(weight.grad)
         norm = torch.nn.utils.get_total_norm(
-            [p.grad.to(torch.complex128) for p in ours.parameters() if p.grad is not None]
+            [p.grad.to(torch.complex128) for p in model.parameters() if p.grad is not None]
         )
         assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-6)
         optimizer.step()
         reference.step()
     for name in ("weights", "scale"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        assert torch.equal(mine, other)
+        weight, other = getattr(model, name), getattr(twin, name)
+        assert torch.equal(weight, other)
         for key, value in reference.state[other].items():
-            assert torch.equal(optimizer.state[mine][key], value)
-            assert optimizer.state[mine][key].dtype == value.dtype
-    mm.checkpoint.save(tmp_path / "saved", ours, optimizer)
+            assert torch.equal(optimizer.state[weight][key], value)
+            assert optimizer.state[weight][key].dtype == value.dtype
+    mm.checkpoint.save(tmp_path / "saved", model, optimizer)
     loaded = Spectral()
     again = mm.from_model(loaded)
     mm.checkpoint.load(tmp_path / "saved", loaded, again)
-    assert torch.equal(loaded.weights, ours.weights)
-    assert torch.equal(again.state[loaded.weights]["exp_avg_sq"], optimizer.state[ours.weights]["exp_avg_sq"])
+    assert torch.equal(loaded.weights, model.weights)
+    assert torch.equal(again.state[loaded.weights]["exp_avg_sq"], optimizer.state[model.weights]["exp_avg_sq"])
     again.load_state_dict(optimizer.state_dict())
-    assert torch.equal(again.state[loaded.scale]["exp_avg"], optimizer.state[ours.scale]["exp_avg"])
+    assert torch.equal(again.state[loaded.scale]["exp_avg"], optimizer.state[model.scale]["exp_avg"])
     with pytest.raises(TypeError, match=r"torch\.view_as_real"):
         mm.from_model(Spectral(), overrides={"weights": {"algorithm": "muon", "matrices": "stack"}})
 
@@ -129,24 +131,24 @@ def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None
 def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
     """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
     torch.manual_seed(0)
-    ours, theirs = Spectral(), Spectral()
-    theirs.load_state_dict(ours.state_dict())
-    optimizer = mm.from_model(ours, lr=1e-2, **settings)
+    model, twin = Spectral(), Spectral()
+    twin.load_state_dict(model.state_dict())
+    optimizer = mm.from_model(model, lr=1e-2, **settings)
     if "state_device" in settings:
         work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
     wide = torch.complex128 if "master_dtype" in settings else torch.complex64
-    weights = theirs.weights.detach().to(wide).requires_grad_()
+    weights = twin.weights.detach().to(wide).requires_grad_()
     reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(3):
-        for parameter in ours.parameters():
+        for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) + step
-        assert ours.weights.grad is not None
-        weights.grad = ours.weights.grad.to(wide)
+        assert model.weights.grad is not None
+        weights.grad = model.weights.grad.to(wide)
         optimizer.step()
         reference.step()
-    assert torch.equal(ours.weights, weights.to(torch.complex64))
+    assert torch.equal(model.weights, weights.to(torch.complex64))
     for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(optimizer.state[ours.weights][key], reference.state[weights][key])
+        assert torch.equal(optimizer.state[model.weights][key], reference.state[weights][key])
 
 
 def test_torchs_scaler_takes_no_complex_gradients_whatever_the_optimizer() -> None:
@@ -182,7 +184,7 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
 
     print_diagnosis(diagnose(tmp_path / "saved"))
     printed = capsys.readouterr().out
-    told = [printed, str(FileError(FORGED)), explain_error(FORGED, FORGED, FORGED)]
+    texts = [printed, str(FileError(FORGED)), explain_error(FORGED, FORGED, FORGED)]
 
     class Odd(nn.Module):
         pass
@@ -196,7 +198,7 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     odd = named(8, 8, 8)
     odd.get_submodule(f"0{FORGED}").requires_grad_(False)  # named among what is left out
     groups = mm.split_params(odd)
-    told += [
+    texts += [
         str(groups),
         str(mm.Muon(groups).explain()),
     ]
@@ -207,8 +209,8 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys: pytest.CaptureF
     failing = mm.Muon(groups)
     failing.step = step  # type: ignore[assignment]
     report = mm.audit(failing, odd)
-    told += [str(replace(report, guesses=(FORGED,))), str(replace(report, raised=f"{FORGED}: error"))]
-    for text in told:
+    texts += [str(replace(report, guesses=(FORGED,))), str(replace(report, raised=f"{FORGED}: error"))]
+    for text in texts:
         assert "whole: yes" in text
         assert "\nwhole: yes" not in text
         assert not {*text} & {*"\x1b\x07\u202e"}
@@ -236,7 +238,7 @@ BOUNDS: list[tuple[str, str, str]] = [
 def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, needed: str, tmp_path: Path) -> None:
     """A forged settings.json costs no time and changes nothing, and the next good step is as without it."""
 
-    def made() -> tuple[nn.Module, mm.Muon]:
+    def model_and_optimizer() -> tuple[nn.Module, mm.Muon]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
         return model, mm.from_model(model, lr=0.01)
@@ -247,9 +249,9 @@ def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, ne
         optimizer.step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
-    (model, optimizer), (twin, other) = made(), made()
-    for one in ((model, optimizer), (twin, other)):
-        stepped(*one)
+    (model, optimizer), (twin, other) = model_and_optimizer(), model_and_optimizer()
+    for pair in ((model, optimizer), (twin, other)):
+        stepped(*pair)
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
     path = tmp_path / "saved" / "settings.json"
     content = json.loads(path.read_text())
@@ -267,7 +269,7 @@ def test_settings_of_a_file_have_the_bounds_of_settings(key: str, value: str, ne
 @pytest.mark.parametrize("name", ["n" * 300, "a/" * 3000, os.fsdecode(b"\xff"), "loop"])
 def test_doctor_has_a_sentence_for_every_path(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    found = diagnose(tmp_path / name)
-    assert not found.kind
-    assert len(found.faults) == 1
-    assert "needed a folder or a file" in found.faults[0]
+    diagnosis = diagnose(tmp_path / name)
+    assert not diagnosis.kind
+    assert len(diagnosis.faults) == 1
+    assert "needed a folder or a file" in diagnosis.faults[0]

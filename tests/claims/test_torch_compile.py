@@ -109,9 +109,9 @@ def test_the_default_backend_takes_it_too() -> None:
     compiled = torch.compile(other.step)
     for number in range(3):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(number))
-        for some, step in ((net, optimizer.step), (twin, compiled)):
-            some.zero_grad()
-            some(x).square().mean().backward()
+        for module, step in ((net, optimizer.step), (twin, compiled)):
+            module.zero_grad()
+            module(x).square().mean().backward()
             step()
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
 

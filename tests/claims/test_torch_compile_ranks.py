@@ -38,13 +38,13 @@ def trained(compiled: bool) -> tuple[dict[str, Tensor], dict[str, int], int]:
     for number in range(3):
         graphs = counters["stats"]["unique_graphs"]
         run(torch.randn(8, 12, generator=torch.Generator().manual_seed(2 * number + dist.get_rank())))
-    held = {name: local_of(p).detach().clone() for name, p in model.named_parameters()}
+    tensors = {name: local_of(p).detach().clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        held.update({f"{name}.{key}": local_of(value).clone() for key, value in optimizer.state[p].items()})
+        tensors.update({f"{name}.{key}": local_of(value).clone() for key, value in optimizer.state[p].items()})
     graphs = counters["stats"]["unique_graphs"] - graphs
     breaks = {str(key): value for key, value in counters["graph_break"].items()}
     torch._dynamo.reset()
-    return held, breaks, graphs
+    return tensors, breaks, graphs
 
 
 def test_a_whole_step_under_fsdp2_has_the_bits_of_an_uncompiled_one(workers) -> None:
@@ -55,6 +55,6 @@ def test_a_whole_step_under_fsdp2_has_the_bits_of_an_uncompiled_one(workers) -> 
         assert [name for name, value in plain.items() if not torch.equal(value, compiled[name])] == []
         # The optimizer is called and never looked into, and nothing is compiled again in the last step.
         # A clone, and so its environment, may lie in a folder of the package's name.
-        assert [said for said in breaks if OURS in said and "Muon.step" not in said] == []
-        assert any("Muon.step" in said for said in breaks)
+        assert [message for message in breaks if OURS in message and "Muon.step" not in message] == []
+        assert any("Muon.step" in message for message in breaks)
         assert graphs == 0

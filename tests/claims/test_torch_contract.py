@@ -76,11 +76,11 @@ def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, n
     return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
 
 
-def groups(held: dict[str, nn.Parameter], **settings: Any) -> list[dict[str, Any]]:
+def groups(params: dict[str, nn.Parameter], **settings: Any) -> list[dict[str, Any]]:
     return [
-        {"params": [held[n] for n in MUON], "param_names": list(MUON), "name": "muon", **settings},
+        {"params": [params[n] for n in MUON], "param_names": list(MUON), "name": "muon", **settings},
         *(
-            {"params": [held[n]], "param_names": [n], "algorithm": "adamw", "name": n, **settings}
+            {"params": [params[n]], "param_names": [n], "algorithm": "adamw", "name": n, **settings}
             for n in SHAPES
             if n not in MUON
         ),
@@ -88,19 +88,19 @@ def groups(held: dict[str, nn.Parameter], **settings: Any) -> list[dict[str, Any
 
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Parameter], mm.Muon]:
-    held = parameters(seed, dtype)
-    return held, mm.Muon(groups(held), **copy.deepcopy(INPUTS[name]))
+    params = parameters(seed, dtype)
+    return params, mm.Muon(groups(params), **copy.deepcopy(INPUTS[name]))
 
 
-def draw(held: dict[str, nn.Parameter], step: int) -> None:
+def draw(params: dict[str, nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
-    for parameter in held.values():
+    for parameter in params.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def advance(held: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+def advance(params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        draw(held, step)
+        draw(params, step)
         optimizer.step()
 
 
@@ -187,17 +187,17 @@ def test_every_scheduler_of_torch_is_here() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr: Any) -> None:
     """test_forloop_goes_right_direction_with_lrsched, for all of them: the rates are those that torch's AdamW gets."""
-    held, twins = parameters(), parameters()
-    optimizer = mm.Muon(groups(held), lr=copy.deepcopy(lr))
+    params, twins = parameters(), parameters()
+    optimizer = mm.Muon(groups(params), lr=copy.deepcopy(lr))
     # A tensor for each group: torch shares one between groups, where ReduceLROnPlateau counts once for each of them.
     other = torch.optim.AdamW([{"params": g["params"], "lr": copy.deepcopy(lr)} for g in groups(twins)])
     schedule, twin = SCHEDULERS[scheduler](optimizer), SCHEDULERS[scheduler](other)
     moved = set()
     for step in range(8):
-        advance(held, optimizer, range(step, step + 1))
+        advance(params, optimizer, range(step, step + 1))
         advance(twins, other, range(step, step + 1))
-        for some in (schedule, twin):
-            some.step(1.0) if isinstance(some, lr_scheduler.ReduceLROnPlateau) else some.step()
+        for stepped in (schedule, twin):
+            stepped.step(1.0) if isinstance(stepped, lr_scheduler.ReduceLROnPlateau) else stepped.step()
         rates = [float(g["lr"]) for g in optimizer.param_groups]
         assert rates == [float(g["lr"]) for g in other.param_groups]
         moved.add(rates[0])
@@ -211,19 +211,19 @@ def test_every_scheduler_moves_both_halves_as_it_moves_adamw(scheduler: str, lr:
 @pytest.mark.parametrize("scheduler", ["CyclicLR", "OneCycleLR"])
 def test_what_cycles_momentum_cycles_muons(scheduler: str) -> None:
     """AdamW's betas stay: they are `adamw_betas`, which torch's schedulers do not know."""
-    held = parameters()
-    optimizer = mm.Muon(groups(held), lr=0.01)
+    params = parameters()
+    optimizer = mm.Muon(groups(params), lr=0.01)
     schedule = SCHEDULERS[scheduler](optimizer)
-    seen = []
+    momenta = []
     for step in range(6):
         before = optimizer.param_groups[0]["momentum"]
-        old = optimizer.state[held["weight"]].get("momentum_buffer", torch.zeros(5, 10)).clone()
-        advance(held, optimizer, range(step, step + 1))
-        expected = old.lerp(held["weight"].grad, 1 - before)
-        assert torch.equal(optimizer.state[held["weight"]]["momentum_buffer"], expected)
+        old = optimizer.state[params["weight"]].get("momentum_buffer", torch.zeros(5, 10)).clone()
+        advance(params, optimizer, range(step, step + 1))
+        expected = old.lerp(params["weight"].grad, 1 - before)
+        assert torch.equal(optimizer.state[params["weight"]]["momentum_buffer"], expected)
         schedule.step()
-        seen.append(before)
-    assert len(set(seen)) > 3
+        momenta.append(before)
+    assert len(set(momenta)) > 3
     assert all(group["adamw_betas"] == (0.9, 0.95) for group in optimizer.param_groups)
 
 
@@ -236,16 +236,16 @@ def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name:
     number = float(INPUTS[name].get("lr", 0.01))
     results = []
     for lr in (number, torch.tensor(number, dtype=torch.float64), torch.tensor([number], dtype=torch.float64)):
-        held = parameters()
-        optimizer = mm.Muon(groups(held), **{**INPUTS[name], "lr": lr})
-        advance(held, optimizer, range(2))
+        params = parameters()
+        optimizer = mm.Muon(groups(params), **{**INPUTS[name], "lr": lr})
+        advance(params, optimizer, range(2))
         for group in optimizer.param_groups:
             if isinstance(lr, Tensor):
                 group["lr"].fill_(number / 4)
             else:
                 group["lr"] = number / 4
-        advance(held, optimizer, range(2, 4))
-        results.append([p.detach() for p in held.values()])
+        advance(params, optimizer, range(2, 4))
+        results.append([p.detach() for p in params.values()])
         if isinstance(lr, Tensor):
             assert float(lr) == number  # each of the groups has a copy
     assert same_bits(results[0], results[1])
@@ -256,63 +256,63 @@ def test_a_tensor_as_learning_rate_is_the_number_and_is_read_at_every_step(name:
 def test_groups_have_decay_of_their_own(name: str) -> None:
     """test_param_groups_weight_decay: a group without decay is not decayed by another's."""
     settings = {k: v for k, v in INPUTS[name].items() if k != "weight_decay"}
-    found = {}
+    results = {}
     for decays in ((0.0, 0.5), (0.5, 0.0), (0.0, 0.0)):
-        held = parameters()
-        given = groups(held)
-        for group in given:
+        params = parameters()
+        param_groups = groups(params)
+        for group in param_groups:
             group["weight_decay"] = decays[0] if group["name"] == "muon" else decays[1]
-        advance(held, mm.Muon(given, **copy.deepcopy({"lr": 0.1, **settings})), range(3))
-        found[decays] = {n: p.detach() for n, p in held.items()}
+        advance(params, mm.Muon(param_groups, **copy.deepcopy({"lr": 0.1, **settings})), range(3))
+        results[decays] = {n: p.detach() for n, p in params.items()}
     for n in SHAPES:
-        own, plain = ((0.5, 0.0), (0.0, 0.5)) if n in MUON else ((0.0, 0.5), (0.5, 0.0))
-        assert same_bits(found[plain][n], found[0.0, 0.0][n])
-        assert not same_bits(found[own][n], found[0.0, 0.0][n])
+        decayed, plain = ((0.5, 0.0), (0.0, 0.5)) if n in MUON else ((0.0, 0.5), (0.5, 0.0))
+        assert same_bits(results[plain][n], results[0.0, 0.0][n])
+        assert not same_bits(results[decayed][n], results[0.0, 0.0][n])
 
 
 @inputs
 def test_groups_have_rates_of_their_own(name: str) -> None:
     """test_param_groups_lr: a rate of zero leaves its group alone, and only that."""
-    held = parameters()
-    given = groups(held)
-    given[0]["lr"], given[1]["lr"] = 0.0, 0.0
-    before = {n: p.detach().clone() for n, p in held.items()}
-    advance(held, mm.Muon(given, **copy.deepcopy(INPUTS[name])), range(2))
-    still = {*MUON, given[1]["name"]}
-    assert {n for n, p in held.items() if same_bits(p.detach(), before[n])} == still
+    params = parameters()
+    param_groups = groups(params)
+    param_groups[0]["lr"], param_groups[1]["lr"] = 0.0, 0.0
+    before = {n: p.detach().clone() for n, p in params.items()}
+    advance(params, mm.Muon(param_groups, **copy.deepcopy(INPUTS[name])), range(2))
+    still = {*MUON, param_groups[1]["name"]}
+    assert {n for n, p in params.items() if same_bits(p.detach(), before[n])} == still
 
 
 def test_a_group_added_later_takes_the_defaults_as_they_are_then() -> None:
-    held = parameters()
-    optimizer = mm.Muon([held["weight"]])
+    params = parameters()
+    optimizer = mm.Muon([params["weight"]])
     optimizer.defaults["lr"] = 0.5
-    optimizer.add_param_group({"params": held["tall"], "algorithm": "muon"})
-    optimizer.add_param_group({"params": iter([held["stack"]]), "lr": 0.1, "algorithm": "muon"})
+    optimizer.add_param_group({"params": params["tall"], "algorithm": "muon"})
+    optimizer.add_param_group({"params": iter([params["stack"]]), "lr": 0.1, "algorithm": "muon"})
     assert [g["lr"] for g in optimizer.param_groups] == [3e-4, 0.5, 0.1]
-    advance({n: held[n] for n in MUON}, optimizer, range(1))
-    assert all("momentum_buffer" in optimizer.state[held[n]] for n in MUON)
+    advance({n: params[n] for n in MUON}, optimizer, range(1))
+    assert all("momentum_buffer" in optimizer.state[params[n]] for n in MUON)
 
 
 def test_parameters_may_be_given_in_every_way_that_torch_takes() -> None:
     results = []
     for give in (
-        lambda held: [held["weight"], held["tall"]],
-        lambda held: (held["weight"], held["tall"]),
-        lambda held: (held[n] for n in ("weight", "tall")),
-        lambda held: [("weight", held["weight"]), ("tall", held["tall"])],
-        lambda held: ((n, held[n]) for n in ("weight", "tall")),
-        lambda held: OrderedDict((n, held[n]) for n in ("weight", "tall")).items(),
-        lambda held: {n: held[n] for n in ("weight", "tall")}.values(),
-        lambda held: [{"params": held["weight"]}, {"params": held["tall"]}],
-        lambda held: ({"params": [held[n]]} for n in ("weight", "tall")),
-        lambda held: [{"params": (held[n] for n in ("weight", "tall"))}],
-        lambda held: [{"params": ((n, held[n]) for n in ("weight", "tall"))}],
-        lambda held: nn.ParameterList([held["weight"], held["tall"]]).parameters(),
+        lambda params: [params["weight"], params["tall"]],
+        lambda params: (params["weight"], params["tall"]),
+        lambda params: (params[n] for n in ("weight", "tall")),
+        lambda params: [("weight", params["weight"]), ("tall", params["tall"])],
+        lambda params: ((n, params[n]) for n in ("weight", "tall")),
+        lambda params: OrderedDict((n, params[n]) for n in ("weight", "tall")).items(),
+        lambda params: {n: params[n] for n in ("weight", "tall")}.values(),
+        lambda params: [{"params": params["weight"]}, {"params": params["tall"]}],
+        lambda params: ({"params": [params[n]]} for n in ("weight", "tall")),
+        lambda params: [{"params": (params[n] for n in ("weight", "tall"))}],
+        lambda params: [{"params": ((n, params[n]) for n in ("weight", "tall"))}],
+        lambda params: nn.ParameterList([params["weight"], params["tall"]]).parameters(),
     ):
-        held = parameters()
-        optimizer = mm.Muon(give(held), lr=0.1)
-        advance({n: held[n] for n in ("weight", "tall")}, optimizer, range(2))
-        results.append([held["weight"].detach(), held["tall"].detach()])
+        params = parameters()
+        optimizer = mm.Muon(give(params), lr=0.1)
+        advance({n: params[n] for n in ("weight", "tall")}, optimizer, range(2))
+        results.append([params["weight"].detach(), params["tall"].detach()])
         names = [n for g in optimizer.param_groups for n in g["param_names"]]
         assert len(set(names)) == 2
     assert all(same_bits(results[0], other) for other in results)
@@ -324,33 +324,33 @@ def test_parameters_may_be_given_in_every_way_that_torch_takes() -> None:
 @inputs
 def test_a_step_without_gradients_does_nothing(name: str) -> None:
     """test_step_is_noop_when_params_have_no_grad."""
-    held, optimizer = build(name)
-    before = [p.detach().clone() for p in held.values()]
+    params, optimizer = build(name)
+    before = [p.detach().clone() for p in params.values()]
     optimizer.step()
-    assert same_bits(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in params.values()])
     assert not any("momentum_buffer" in s for s in optimizer.state.values())
 
 
 @inputs
 def test_zero_gradients_move_nothing_without_decay(name: str) -> None:
     """test_step_is_noop_for_zero_grads."""
-    held = parameters()
-    optimizer = mm.Muon(groups(held), **copy.deepcopy({**INPUTS[name], "weight_decay": 0.0}))
-    before = [p.detach().clone() for p in held.values()]
-    for parameter in held.values():
+    params = parameters()
+    optimizer = mm.Muon(groups(params), **copy.deepcopy({**INPUTS[name], "weight_decay": 0.0}))
+    before = [p.detach().clone() for p in params.values()]
+    for parameter in params.values():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(3):
         optimizer.step()
-    assert same_bits(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in params.values()])
 
 
 def test_a_group_without_parameters_is_left_alone() -> None:
-    held = parameters()
-    optimizer = mm.Muon([{"params": []}, {"params": [held["weight"]]}, {"params": [], "algorithm": "adamw"}])
-    draw(held, 0)
-    before = held["weight"].detach().clone()
+    params = parameters()
+    optimizer = mm.Muon([{"params": []}, {"params": [params["weight"]]}, {"params": [], "algorithm": "adamw"}])
+    draw(params, 0)
+    before = params["weight"].detach().clone()
     optimizer.step()
-    assert not same_bits(before, held["weight"].detach())
+    assert not same_bits(before, params["weight"].detach())
     alone = mm.Muon([{"params": []}])
     assert alone.step(lambda: 3.0) == 3.0
     assert float(alone.clip_grad_norm_(1.0)) == 0.0
@@ -361,16 +361,16 @@ def test_a_group_without_parameters_is_left_alone() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none: bool) -> None:
-    held, optimizer = build("default")
-    draw(held, 0)
+    params, optimizer = build("default")
+    draw(params, 0)
     optimizer.zero_grad(set_to_none)
-    for parameter in held.values():
+    for parameter in params.values():
         assert parameter.grad is None if set_to_none else not parameter.grad.any()  # type: ignore[union-attr]
-    before = [p.detach().clone() for p in held.values()]
+    before = [p.detach().clone() for p in params.values()]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     optimizer.step()
-    assert same_bits(before, [p.detach() for p in held.values()])
+    assert same_bits(before, [p.detach() for p in params.values()])
 
 
 # ------------------------------------------------------------------ state
@@ -379,28 +379,28 @@ def test_zero_grad(set_to_none: bool) -> None:
 @inputs
 def test_a_state_dict_continues_bit_for_bit(name: str) -> None:
     """test_load_state_dict, test_save_load_equality_with_weights_only: through a file, weights_only."""
-    held, optimizer = build(name)
-    advance(held, optimizer, range(3))
+    params, optimizer = build(name)
+    advance(params, optimizer, range(3))
     state = saved(optimizer.state_dict())
     assert same_bits(state["state"], optimizer.state_dict()["state"])
     twins, other = build(name)
-    for n, parameter in held.items():
+    for n, parameter in params.items():
         twins[n].data.copy_(parameter.data)
     other.load_state_dict(state)
     assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
-    for some, o in ((held, optimizer), (twins, other)):
-        advance(some, o, range(3, 6))
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    for trained, o in ((params, optimizer), (twins, other)):
+        advance(trained, o, range(3, 6))
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
     assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @inputs
 def test_state_dicts_come_in_the_same_order(name: str) -> None:
     """test_state_dict_deterministic."""
-    held, optimizer = build(name)
-    advance(held, optimizer, range(1))
+    params, optimizer = build(name)
+    advance(params, optimizer, range(1))
     state = optimizer.state_dict()
-    assert list(state["state"]) == list(range(len(held)))
+    assert list(state["state"]) == list(range(len(params)))
     assert [g["params"] for g in state["param_groups"]] == [[0, 1, 2], [3], [4], [5]]
     assert [g["param_names"] for g in state["param_groups"]] == [list(MUON), ["bias"], ["head"], ["scalar"]]
     twins, other = build(name)
@@ -410,8 +410,8 @@ def test_state_dicts_come_in_the_same_order(name: str) -> None:
 
 def test_settings_of_the_state_win_and_missing_ones_stay() -> None:
     """test_can_load_older_state_dict: a state from before a setting existed."""
-    held, optimizer = build("default")
-    advance(held, optimizer, range(1))
+    params, optimizer = build("default")
+    advance(params, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
     for group in state["param_groups"]:
         for key in ("nesterov", "ns_method", "extra_scale_factor", "param_names", "name", "adamw_eps"):
@@ -431,13 +431,13 @@ def test_settings_of_the_state_win_and_missing_ones_stay() -> None:
 def test_states_with_and_without_names_load_into_each_other(from_names: bool, to_names: bool) -> None:
     """test_can_load_from_to_named_state_dict; the names of the optimizer that loads stay."""
 
-    def made(named: bool) -> tuple[nn.Parameter, mm.Muon]:
+    def weight_and_optimizer(named: bool) -> tuple[nn.Parameter, mm.Muon]:
         weight = parameters()["weight"]
         return weight, mm.Muon([("own", weight)] if named else [weight], lr=0.1)
 
-    weight, optimizer = made(from_names)
+    weight, optimizer = weight_and_optimizer(from_names)
     advance({"weight": weight}, optimizer, range(2))
-    twin, other = made(to_names)
+    twin, other = weight_and_optimizer(to_names)
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["param_names"] == (["own"] if to_names else ["group0.0"])
     assert same_bits(other.state[twin], optimizer.state[weight])
@@ -445,71 +445,71 @@ def test_states_with_and_without_names_load_into_each_other(from_names: bool, to
 
 def test_a_step_count_that_is_a_number_loads() -> None:
     """test_load_nontensor_step: states of torch before 1.12."""
-    held, optimizer = build("default")
-    advance(held, optimizer, range(2))
+    params, optimizer = build("default")
+    advance(params, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     for entry in state["state"].values():
         if "step" in entry:
             entry["step"] = float(entry["step"])
     twins, other = build("default")
-    for n, parameter in held.items():
+    for n, parameter in params.items():
         twins[n].data.copy_(parameter.data)
     other.load_state_dict(state)
     assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
-    for some, o in ((held, optimizer), (twins, other)):
-        advance(some, o, range(2, 3))
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    for trained, o in ((params, optimizer), (twins, other)):
+        advance(trained, o, range(2, 3))
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_states_load_across_dtypes_of_parameters(source: torch.dtype, to: torch.dtype) -> None:
     """test_cpu_load_state_dict and its relatives: moments as the parameters, momentum as `state_dtype`."""
-    held, optimizer = build("default", dtype=source)
-    advance(held, optimizer, range(2))
+    params, optimizer = build("default", dtype=source)
+    advance(params, optimizer, range(2))
     twins, other = build("default", dtype=to)
     other.load_state_dict(saved(optimizer.state_dict()))
-    for n in held:
-        mine, theirs = optimizer.state[held[n]], other.state[twins[n]]
+    for n in params:
+        state, loaded_state = optimizer.state[params[n]], other.state[twins[n]]
         if n in MUON:
-            assert same_bits(mine, theirs)
-            assert theirs["momentum_buffer"].dtype == torch.float32
+            assert same_bits(state, loaded_state)
+            assert loaded_state["momentum_buffer"].dtype == torch.float32
         else:
-            assert theirs["step"].dtype == torch.float32
-            assert same_bits(theirs["exp_avg"], mine["exp_avg"].to(to))
+            assert loaded_state["step"].dtype == torch.float32
+            assert same_bits(loaded_state["exp_avg"], state["exp_avg"].to(to))
     advance(twins, other, range(2, 3))
 
 
 @inputs
 def test_what_is_loaded_is_not_shared_with_what_it_was_loaded_from(name: str) -> None:
-    held, optimizer = build(name)
-    advance(held, optimizer, range(2))
+    params, optimizer = build(name)
+    advance(params, optimizer, range(2))
     state = optimizer.state_dict()
-    kept = copy.deepcopy(state)
+    state_before = copy.deepcopy(state)
     twins, other = build(name)
     other.load_state_dict(state)
     advance(twins, other, range(2, 4))
     other.param_groups[0]["momentum"] = 0.5
-    assert same_bits(state, kept)
-    assert same_bits(optimizer.state_dict(), kept)
+    assert same_bits(state, state_before)
+    assert same_bits(optimizer.state_dict(), state_before)
 
 
 @inputs
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_have_every_setting_and_go_on_alike(name: str, how: str) -> None:
     """test_deepcopy_copies_all_public_attrs, test_pickle."""
-    held, optimizer = build(name)
-    advance(held, optimizer, range(2))
-    pair = (held, optimizer)
+    params, optimizer = build(name)
+    advance(params, optimizer, range(2))
+    pair = (params, optimizer)
     twins, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
     public = {key for key in vars(optimizer) if not key.startswith("_")}
     assert public == {key for key in vars(other) if not key.startswith("_")}
     # torch's own __setstate__ adds this one
     assert same_bits({**optimizer.defaults, "differentiable": False}, other.defaults)
     assert same_bits(optimizer.state_dict(), other.state_dict())
-    for some, o in ((held, optimizer), (twins, other)):
-        advance(some, o, range(2, 4))
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    for trained, o in ((params, optimizer), (twins, other)):
+        advance(trained, o, range(2, 4))
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
 
 
 @inputs
@@ -526,77 +526,77 @@ def test_it_prints_its_groups(name: str) -> None:
 
 def test_hooks_of_a_step_run_in_torchs_order_and_may_change_its_arguments() -> None:
     """test_step_pre_hook, test_step_post_hook, test_step_all_hooks."""
-    held, optimizer = build("default")
-    draw(held, 0)
-    seen: list[str] = []
-    given: list[Any] = []
+    params, optimizer = build("default")
+    draw(params, 0)
+    calls: list[str] = []
+    hook_arguments: list[Any] = []
     handles = [
-        register_optimizer_step_pre_hook(lambda o, a, k: seen.append("global pre")),
-        register_optimizer_step_post_hook(lambda o, a, k: seen.append("global post")),
-        optimizer.register_step_pre_hook(lambda o, a, k: seen.append("pre")),
-        optimizer.register_step_post_hook(lambda o, a, k: seen.append("post")),
+        register_optimizer_step_pre_hook(lambda o, a, k: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda o, a, k: calls.append("global post")),
+        optimizer.register_step_pre_hook(lambda o, a, k: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda o, a, k: calls.append("post")),
     ]
 
     def replaced(o: Any, args: Any, kwargs: Any) -> Any:
-        given.append((o is optimizer, args[1:], kwargs))
+        hook_arguments.append((o is optimizer, args[1:], kwargs))
         return args, {"closure": lambda: 7.0}
 
     handles.append(optimizer.register_step_pre_hook(replaced))
-    seen.clear()
+    calls.clear()
     assert optimizer.step() == 7.0
-    assert seen == ["global pre", "pre", "post", "global post"]
+    assert calls == ["global pre", "pre", "post", "global post"]
     for handle in handles:
         handle.remove()
-    seen.clear()
+    calls.clear()
     assert optimizer.step() is None
-    assert seen == []
-    assert given[-1] == (True, (), {})
+    assert calls == []
+    assert hook_arguments[-1] == (True, (), {})
 
 
 def test_hooks_of_state_dict_and_load_state_dict() -> None:
     """test_state_dict_pre_hook, ..._post_hook, test_load_state_dict_pre_hook_and_prepend, ..._post_hook."""
-    held, optimizer = build("default")
-    advance(held, optimizer, range(1))
-    seen: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append("pre"))
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append("pre, in front"), prepend=True)
+    params, optimizer = build("default")
+    advance(params, optimizer, range(1))
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre"))
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre, in front"), prepend=True)
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mine": 1})
     state = optimizer.state_dict()
-    assert seen == ["pre, in front", "pre"]
+    assert calls == ["pre, in front", "pre"]
     assert state["mine"] == 1
 
-    def doubled(o: Any, given: dict[str, Any]) -> dict[str, Any]:
-        seen.append("load")
-        given = copy.deepcopy(given)
-        for group in given["param_groups"]:
+    def doubled(o: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        calls.append("load")
+        state_dict = copy.deepcopy(state_dict)
+        for group in state_dict["param_groups"]:
             group["lr"] = group["lr"] * 2
-        for entry in given["state"].values():
+        for entry in state_dict["state"].values():
             if "momentum_buffer" in entry:
                 entry["momentum_buffer"] *= 2
-        return given
+        return state_dict
 
     twins, other = build("default")
-    other.register_load_state_dict_pre_hook(lambda o, given: seen.append("load, first"), prepend=True)
+    other.register_load_state_dict_pre_hook(lambda o, state_dict: calls.append("load, first"), prepend=True)
     other.register_load_state_dict_pre_hook(doubled)
-    other.register_load_state_dict_post_hook(lambda o: seen.append(f"loaded {o.param_groups[0]['lr']}"))
-    other.register_load_state_dict_post_hook(lambda o: seen.append("loaded, first"), prepend=True)
-    seen.clear()
+    other.register_load_state_dict_post_hook(lambda o: calls.append(f"loaded {o.param_groups[0]['lr']}"))
+    other.register_load_state_dict_post_hook(lambda o: calls.append("loaded, first"), prepend=True)
+    calls.clear()
     other.load_state_dict(state)
-    assert seen == ["load, first", "load", "loaded, first", "loaded 0.0006"]
+    assert calls == ["load, first", "load", "loaded, first", "loaded 0.0006"]
     assert same_bits(
-        other.state[twins["weight"]]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"] * 2
+        other.state[twins["weight"]]["momentum_buffer"], optimizer.state[params["weight"]]["momentum_buffer"] * 2
     )
-    assert same_bits(state["state"][0]["momentum_buffer"], optimizer.state[held["weight"]]["momentum_buffer"])
+    assert same_bits(state["state"][0]["momentum_buffer"], optimizer.state[params["weight"]]["momentum_buffer"])
 
 
 def test_a_step_shows_in_profiles_under_its_name() -> None:
     """_hook_for_profile: the record has torch's name, once, also after a copy."""
-    held, optimizer = build("default")
-    for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        draw(held, 0)
+    params, optimizer = build("default")
+    for stepped in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        draw(params, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            some.step()
-            some.zero_grad()
+            stepped.step()
+            stepped.zero_grad()
         names = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
         assert names == ["Optimizer.step#Muon.step", "Optimizer.zero_grad#Muon.zero_grad"]
 
@@ -605,24 +605,24 @@ def test_a_subclass_is_hooked_once() -> None:
     class Mine(mm.Muon):
         pass
 
-    held = parameters()
-    optimizer = Mine(groups(held))
-    seen: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-    advance(held, optimizer, range(1))
-    assert seen == ["post"]
+    params = parameters()
+    optimizer = Mine(groups(params))
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    advance(params, optimizer, range(1))
+    assert calls == ["post"]
 
 
 # ------------------------------------------------------------------ around it
 
 
 def test_closure() -> None:
-    held, optimizer = build("default")
+    params, optimizer = build("default")
     calls: list[bool] = []
 
     def closure() -> float:
         calls.append(torch.is_grad_enabled())
-        draw(held, len(calls))
+        draw(params, len(calls))
         return 2.5
 
     with torch.no_grad():
@@ -632,22 +632,22 @@ def test_closure() -> None:
 
 
 @inputs
-@pytest.mark.parametrize("what", ["parameters", "gradients", "both"])
-def test_memory_formats_change_no_bit(name: str, what: str) -> None:
-    held, optimizer = build(name)
+@pytest.mark.parametrize("transposed", ["parameters", "gradients", "both"])
+def test_memory_formats_change_no_bit(name: str, transposed: str) -> None:
+    params, optimizer = build(name)
     twins, other = build(name)
     for parameter in twins.values():
-        if what != "gradients" and parameter.ndim:
+        if transposed != "gradients" and parameter.ndim:
             parameter.data = torch.stack([parameter.data, parameter.data], -1)[..., 0]
     for step in range(2):
-        for some in (held, twins):
-            draw(some, step)
+        for trained in (params, twins):
+            draw(trained, step)
         for parameter in twins.values():
-            if what != "parameters" and parameter.ndim > 1 and parameter.grad is not None:
+            if transposed != "parameters" and parameter.ndim > 1 and parameter.grad is not None:
                 parameter.grad = parameter.grad.mT.contiguous().mT
         optimizer.step()
         other.step()
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
 
 
 @pytest.mark.parametrize("average", [None, torch.optim.swa_utils.get_ema_avg_fn(0.9)], ids=["swa", "ema"])
@@ -657,17 +657,17 @@ def test_averaged_models(average: Any) -> None:
     optimizer = mm.from_model(model, lr=0.1)
     averaged = AveragedModel(model, avg_fn=average)
     schedule = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-    held = dict(model.named_parameters())
+    params = dict(model.named_parameters())
     trail = []
     for step in range(3):
-        advance(held, optimizer, range(step, step + 1))
+        advance(params, optimizer, range(step, step + 1))
         averaged.update_parameters(model)
         schedule.step()
         trail.append([p.detach().clone() for p in model.parameters()])
     mean = [torch.stack(values).mean(0) for values in zip(*trail, strict=True)]
     if average is None:
-        for expected, found in zip(mean, averaged.parameters(), strict=True):
-            torch.testing.assert_close(found.detach(), expected)
+        for expected, actual in zip(mean, averaged.parameters(), strict=True):
+            torch.testing.assert_close(actual.detach(), expected)
     assert not same_bits(mean, trail[-1])
 
 
@@ -676,28 +676,28 @@ def test_averaged_models(average: Any) -> None:
 @inputs
 def test_grad_scaler(name: str, growth: float, unscale: bool) -> None:
     """test_grad_scaling_autocast_fused_optimizers and test_fused_does_not_step_if_foundinf."""
-    held, optimizer = build(name)
+    params, optimizer = build(name)
     twins, other = build(name)
     scaler = torch.amp.GradScaler("cpu", init_scale=growth)
     scaler.scale(torch.ones(()))
     for step in range(2):
-        draw(held, step)
+        draw(params, step)
         draw(twins, step)
         other.step()
-        for parameter in held.values():
+        for parameter in params.values():
             parameter.grad.mul_(scaler.get_scale())  # type: ignore[union-attr]
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
-    draw(held, 3)
-    held["bias"].grad[3] = math.inf  # type: ignore[index]
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
+    draw(params, 3)
+    params["bias"].grad[3] = math.inf  # type: ignore[index]
     before = copy.deepcopy(optimizer.state_dict())
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == growth / 2
-    assert same_bits([p.detach() for p in held.values()], [p.detach() for p in twins.values()])
+    assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
     assert same_bits(optimizer.state_dict(), before)
 
 
@@ -763,20 +763,20 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", ERRORS)
-def test_errors(what: str) -> None:
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
     """test_errors."""
-    call, error, message = ERRORS[what]
+    call, error, message = ERRORS[case]
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize(
-    "what", ["no parameters", "in two groups", "a set in a group", "numbers", "text", "not a leaf"]
+    "case", ["no parameters", "in two groups", "a set in a group", "numbers", "text", "not a leaf"]
 )
-def test_errors_are_those_of_torch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same call with torch's AdamW gives the same class and words."""
-    call, error, message = ERRORS[what]
+    call, error, message = ERRORS[case]
     monkeypatch.setattr(mm, "Muon", torch.optim.AdamW)
     with pytest.raises(error, match=message):
         call()
@@ -799,25 +799,25 @@ def _names_itself() -> None:
 
 
 def _copies_state() -> None:
-    held, optimizer = build("default")
-    advance(held, optimizer, range(1))
+    params, optimizer = build("default")
+    advance(params, optimizer, range(1))
     twins, other = build("default")
     other.load_state_dict(optimizer.state_dict())
-    for n, parameter in held.items():
+    for n, parameter in params.items():
         for key, value in optimizer.state[parameter].items():
             assert other.state[twins[n]][key].data_ptr() != value.data_ptr()
-    one, two = torch.optim.AdamW([w := weight()]), torch.optim.AdamW([v := weight()])
+    first, second = torch.optim.AdamW([w := weight()]), torch.optim.AdamW([v := weight()])
     w.grad = torch.ones(2, 3)
-    one.step()
-    two.load_state_dict(one.state_dict())
-    assert two.state[v]["exp_avg"].data_ptr() == one.state[w]["exp_avg"].data_ptr()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    assert second.state[v]["exp_avg"].data_ptr() == first.state[w]["exp_avg"].data_ptr()
 
 
 def _keeps_momentum() -> None:
-    held, optimizer = build("default", dtype=torch.bfloat16)
-    advance(held, optimizer, range(1))
+    params, optimizer = build("default", dtype=torch.bfloat16)
+    advance(params, optimizer, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.state[held["weight"]]["momentum_buffer"].dtype == torch.float32
+    assert optimizer.state[params["weight"]]["momentum_buffer"].dtype == torch.float32
 
 
 def _no_decay_at_zero() -> None:
@@ -829,9 +829,9 @@ def _no_decay_at_zero() -> None:
 
 
 def _no_implementations() -> None:
-    taken = inspect.signature(mm.Muon).parameters
+    arguments = inspect.signature(mm.Muon).parameters
     for flag in ("foreach", "fused", "differentiable", "capturable", "maximize"):
-        assert flag not in taken
+        assert flag not in arguments
         with pytest.raises(ValueError, match=f"Leave {flag} out"):
             mm.Muon([weight()], **{flag: True})
 
@@ -890,9 +890,9 @@ def assert_steps(parameter: nn.Parameter) -> None:
     assert not torch.equal(parameter, before)
 
 
-@pytest.mark.parametrize("what", DEVIATIONS)
-def test_deviations_from_torch(what: str) -> None:
-    reason, check = DEVIATIONS[what]
+@pytest.mark.parametrize("case", DEVIATIONS)
+def test_deviations_from_torch(case: str) -> None:
+    reason, check = DEVIATIONS[case]
     assert reason
     check()
 
@@ -925,9 +925,9 @@ def test_tags_by_which_others_choose_their_muon_change_nothing() -> None:
         for parameter in model.parameters():
             for name in ("use_muon", "is_qkv", "expert_tp"):
                 setattr(parameter, name, tag)
-    found = [[(g["name"], g["param_names"], g.get("matrices")) for g in mm.split_params(model)] for model in models]
-    assert found[1] == found[0]
-    assert found[2] == found[0]
+    splits = [[(g["name"], g["param_names"], g.get("matrices")) for g in mm.split_params(model)] for model in models]
+    assert splits[1] == splits[0]
+    assert splits[2] == splits[0]
 
 
 # ------------------------------------------------------------------ one tensor as the learning rate of several groups
@@ -961,7 +961,7 @@ def by_loading(model: nn.Module, lr: Tensor) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [by_from_model, by_two_calls, by_deepcopy, by_loading])
 def test_a_schedule_in_place_counts_once_for_each_group(make: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    found = []
+    rates = []
     for optimizer in (make(model, torch.tensor(1e-3)), torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         for _ in range(3):
@@ -969,8 +969,8 @@ def test_a_schedule_in_place_counts_once_for_each_group(make: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"].mul_(0.1)
         optimizer.step()
-        found.append({round(float(group["lr"]), 9) for group in optimizer.param_groups})
-    assert found == [{2.5e-5}, {2.5e-5}]
+        rates.append({round(float(group["lr"]), 9) for group in optimizer.param_groups})
+    assert rates == [{2.5e-5}, {2.5e-5}]
 
 
 def test_a_tensor_that_groups_have_copies_of_says_so_when_it_is_written() -> None:

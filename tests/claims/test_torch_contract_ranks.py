@@ -41,16 +41,16 @@ def train_under_ddp(**how: Any) -> list[str]:
     for _ in range(3):
         optimizer.zero_grad()
         wrapped(torch.randint(0, 11, (5,), generator=generator)).square().mean().backward()
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert mine.grad is not None
-            theirs.grad = mine.grad.clone()
+        for weight, twin in zip(model.parameters(), alone.parameters(), strict=True):
+            assert weight.grad is not None
+            twin.grad = weight.grad.clone()
         optimizer.clip_grad_norm_(0.1)
         other.clip_grad_norm_(0.1)
         optimizer.step()
         other.step()
     names = [name for name, _ in alone.named_parameters()]
-    found = [dict(zip(names, map(problem.whole, some.parameters()), strict=True)) for some in (model, alone)]
-    return problem.differing(*found)
+    results = [dict(zip(names, map(problem.whole, module.parameters()), strict=True)) for module in (model, alone)]
+    return problem.differing(*results)
 
 
 @pytest.mark.parametrize("how", ["gradient_as_bucket_view", "static_graph"])
@@ -78,18 +78,18 @@ def partitioned(kind: type[mm.Muon], split: bool) -> list[str]:
     """Step once with a part of the parameters on each rank; return the error, and what of the weights has changed."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]))
-    before, said = [p.detach().clone() for p in model.parameters()], "nothing"
+    before, message = [p.detach().clone() for p in model.parameters()], "nothing"
     model(torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
     try:
         groups = mm.split_params(model) if split else list(model.parameters())
         ZeroRedundancyOptimizer(groups, kind, lr=0.1).step()
     except ValueError as error:
-        said = f"{type(error).__name__}: {error}"
-    return [said, str(all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True)))]
+        message = f"{type(error).__name__}: {error}"
+    return [message, str(all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)))]
 
 
 @pytest.mark.parametrize(
-    ("kind", "split", "told"),
+    ("kind", "split", "expected"),
     [
         (mm.Muon, False, "nothing says which ranks hold the same parameter"),
         (mm.Muon, True, "found 4 param_names for 2 parameters"),
@@ -97,9 +97,9 @@ def partitioned(kind: type[mm.Muon], split: bool) -> list[str]:
         (Auto, False, "their gradients differ"),
     ],
 )
-def test_zero_redundancy_optimizer_is_refused(workers, kind: Any, split: bool, told: str) -> None:
+def test_zero_redundancy_optimizer_is_refused(workers, kind: Any, split: bool, expected: str) -> None:
     """Each rank's optimizer has other parameters, so the ranks would step each other's matrices."""
-    for said, same in workers(2).run(partitioned, kind, split):
-        assert told in said
+    for message, same in workers(2).run(partitioned, kind, split):
+        assert expected in message
         assert same == "True"
-        assert "ZeroRedundancyOptimizer" in said or kind is not mm.Muon
+        assert "ZeroRedundancyOptimizer" in message or kind is not mm.Muon

@@ -30,7 +30,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
 }
 
 
-def made(dtype: torch.dtype, rule: str, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+def model_and_optimizer(dtype: torch.dtype, rule: str, **settings: Any) -> tuple[nn.Module, mm.Muon]:
     generator = torch.Generator().manual_seed(0)
     values = {
         name: torch.randn(shape, generator=generator).to(BF16).to(dtype) for name, (shape, _) in PARAMETERS.items()
@@ -75,11 +75,11 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
     """bf16 weights with masters, and the same model in fp32 without any, written alike: every bit of a master."""
     settings, runtime = PATHS[path]
     settings = {"rule": "muon", **settings}
-    low, optimizer = made(BF16, master_dtype=FP32, **settings)
-    exact, other = made(FP32, **settings)
-    for each in (optimizer, other):
+    low, optimizer = model_and_optimizer(BF16, master_dtype=FP32, **settings)
+    exact, other = model_and_optimizer(FP32, **settings)
+    for stepped in (optimizer, other):
         for key, value in runtime.items():
-            setattr(each._runtime, key, value)
+            setattr(stepped._runtime, key, value)
     first = writers.copied(low)
     for step in range(5):
         give_gradients(low, step)
@@ -99,24 +99,26 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*without masters")
 def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], waits: bool) -> None:
     """Against the oracle in fp64, after the best weights were loaded back."""
-    model, optimizer = made(BF16, "muon", compute_dtype=FP32, **settings)
+    model, optimizer = model_and_optimizer(BF16, "muon", compute_dtype=FP32, **settings)
     optimizer._runtime.driver = Driver(waits)
     best = writers.copied(model)
     for step in range(4):
         give_gradients(model, step)
         optimizer.step()
     model.load_state_dict(best)
-    held = {name: {k: v.double() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
-    state = {name: {"momentum": kept.get("momentum_buffer"), **kept} for name, kept in held.items()}
+    wide_state = {name: {k: v.double() for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()}
+    state = {name: {"momentum": entries.get("momentum_buffer"), **entries} for name, entries in wide_state.items()}
     give_gradients(model, 4)
     optimizer.step()
     muon = {"algorithm": "muon", "coefficients": coefficient_schedule("polar_express", 5), "weight_decay": 0.1}
     adamw = {"algorithm": "adamw", "weight_decay": 0.05}
-    told = {
+    oracle_settings = {
         n: {"lr": 0.02, **(adamw if spec is None else {**muon, "matrices": spec})}
         for n, (_, spec) in PARAMETERS.items()
     }
-    expected, _ = reference.reference_step(best, {n: p.grad for n, p in model.named_parameters()}, state, told)
+    expected, _ = reference.reference_step(
+        best, {n: p.grad for n, p in model.named_parameters()}, state, oracle_settings
+    )
     for name, weight in model.named_parameters():
         # One rounding to bf16, up or down, of the largest weight; the weights before the load are ten times as far.
         bound = 2.0**-7 * float(expected[name].abs().max())
@@ -125,7 +127,7 @@ def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str,
 
 def test_what_was_written_is_saved(tmp_path: Path) -> None:
     """A checkpoint has the master weights alone, so these follow before they are saved."""
-    model, optimizer = made(BF16, "muon", master_dtype=FP32)
+    model, optimizer = model_and_optimizer(BF16, "muon", master_dtype=FP32)
     give_gradients(model, 0)
     optimizer.step()
     first = writers.copied(model)
@@ -133,7 +135,7 @@ def test_what_was_written_is_saved(tmp_path: Path) -> None:
     optimizer.step()
     writers.write("average", model, first)
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
-    other, loaded = made(BF16, "muon", master_dtype=FP32)
+    other, loaded = model_and_optimizer(BF16, "muon", master_dtype=FP32)
     mm.checkpoint.load(tmp_path / "saved", other, loaded)
     for (name, weight), twin in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, twin), name
@@ -154,16 +156,16 @@ def test_numbers_at_the_edge(dtype: torch.dtype, waits: bool) -> None:
         optimizer.step()
 
     step()
-    kept = torch.tensor([1.0001, 70000.0, 1e-9, -1e-9, 1.0, 1.0, 1.0, 1.0])
+    values = torch.tensor([1.0001, 70000.0, 1e-9, -1e-9, 1.0, 1.0, 1.0, 1.0])
     written = {4: math.inf, 5: math.nan, 6: -0.0, 7: 3.0}
     for parameter in (weight, vector):
         master = optimizer.state[parameter]["master"]
-        master.copy_(kept)
+        master.copy_(values)
         with torch.no_grad():
             parameter.copy_(master)
-            for place, value in written.items():
-                parameter[..., place] = value
-    expected = kept.clone()
+            for index, value in written.items():
+                parameter[..., index] = value
+    expected = values.clone()
     expected[[*written]] = torch.tensor([*written.values()])
     step()
     for parameter in (weight, vector):

@@ -17,14 +17,14 @@ MASTERS = {"master_dtype": torch.float32}
 def trained(layout: str, how: str, **settings: Any) -> dict[str, Tensor]:
     """Weights and state after steps of bf16 weights that are written after the second and the third step."""
     values = {name: value.bfloat16() for name, value in problem.initial().items()}
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     first: writers.Saved = {}
     for step, (model, optimizer) in enumerate(problem.steps(layout, 4, values, problem.zeroed, **settings)):
         first = first or writers.copied(model)
         if step in (1, 2):
             writers.write(how, model, first)
-        found = problem.result(model, optimizer)
-    return found
+        result = problem.result(model, optimizer)
+    return result
 
 
 @functools.cache
@@ -56,22 +56,22 @@ def test_what_is_written_is_respected_as_in_one_process(
 ) -> None:
     """One process is held against weights in fp32 and the oracle in tests/claims/test_written_weights.py."""
     writing = ["load_state_dict", "set_model_state_dict", "normalize"] if settings == MASTERS else ["average"]
-    for found in workers(ranks).run(differing, layout, writing, **settings):
-        assert found == {how: [] for how in writing}
+    for differences in workers(ranks).run(differing, layout, writing, **settings):
+        assert differences == {how: [] for how in writing}
 
 
 def after_writing(layout: str, how: str) -> dict[str, float]:
     """How far a step of tiny size takes weights from what was written, as a share of the largest weight."""
     values = {name: value.bfloat16() for name, value in problem.initial().items()}
-    taken = problem.steps(layout, 3, values, **MASTERS)
-    model, _ = next(taken)
+    steps = problem.steps(layout, 3, values, **MASTERS)
+    model, _ = next(steps)
     first = writers.copied(model)
-    model, optimizer = next(taken)
+    model, optimizer = next(steps)
     writers.write(how, model, first)
     written = gathered.whole(dict(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = 1e-9
-    model, _ = next(taken)
+    model, _ = next(steps)
     return {
         name: float((value.float() - written[name].float()).abs().max() / written[name].float().abs().max())
         for name, value in gathered.whole(dict(model.named_parameters())).items()
@@ -82,5 +82,5 @@ def after_writing(layout: str, how: str) -> dict[str, float]:
 def test_a_tiny_step_stays_at_what_was_written(workers, layout: str) -> None:
     """Without the mend it returns to the master weights."""
     for how in ("load_state_dict", "clamp"):
-        for found in workers(2).run(after_writing, layout, how):
-            assert {name: far for name, far in found.items() if far > 2.0**-8} == {}
+        for distances in workers(2).run(after_writing, layout, how):
+            assert {name: far for name, far in distances.items() if far > 2.0**-8} == {}

@@ -42,15 +42,15 @@ def there_and_back(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tens
 
 def test_each_number_becomes_the_nearest_code_of_its_block() -> None:
     values = random(3, 600) * 10 ** random(3, 600, seed=1)
-    scales, _, found = there_and_back(values, first=100)  # blocks of 156, 256 and 188 elements
-    for block, part, got in zip(
-        scales.T, values.split([156, 256, 188], 1), found.split([156, 256, 188], 1), strict=True
+    scales, _, decoded = there_and_back(values, first=100)  # blocks of 156, 256 and 188 elements
+    for block, part, decoded_part in zip(
+        scales.T, values.split([156, 256, 188], 1), decoded.split([156, 256, 188], 1), strict=True
     ):
         scale = part.abs().amax(1)
         assert torch.equal(block, scale)
         multiples = dynamic_tree() * scale.double()[:, None]
         nearest = (part.double()[:, :, None] - multiples[:, None]).abs().amin(-1)
-        assert torch.allclose((got.double() - part).abs(), nearest, rtol=0, atol=1e-6 * float(scale.max()))
+        assert torch.allclose((decoded_part.double() - part).abs(), nearest, rtol=0, atol=1e-6 * float(scale.max()))
 
 
 def test_encoding_what_was_decoded_changes_nothing() -> None:
@@ -83,19 +83,19 @@ def test_it_takes_little_more_than_a_byte_an_element_and_moves_weights_as_fp32_d
     (start, _), (coded, small), (exact, large) = (optimizer_of(d) for d in ("int8", "int8", torch.float32))
     train(coded, small, range(5))
     train(exact, large, range(5))
-    for before, ours, theirs in zip(start, coded, exact, strict=True):
-        kept = small.state[ours]["momentum_buffer"], small.state[ours]["momentum_buffer" + SCALE]
-        assert kept[0].dtype == torch.int8
-        bytes_kept = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        assert bytes_kept <= ours.numel() * (1 + 4 / 30)  # of 40 columns a scale is a tenth, of thousands a 64th
-        assert float((ours - theirs).detach().norm() / (theirs - before).detach().norm()) < 0.03
+    for before, weight, exact_weight in zip(start, coded, exact, strict=True):
+        codes_and_scales = small.state[weight]["momentum_buffer"], small.state[weight]["momentum_buffer" + SCALE]
+        assert codes_and_scales[0].dtype == torch.int8
+        bytes_kept = sum(tensor.numel() * tensor.element_size() for tensor in codes_and_scales)
+        assert bytes_kept <= weight.numel() * (1 + 4 / 30)  # of 40 columns a scale is a tenth, of thousands a 64th
+        assert float((weight - exact_weight).detach().norm() / (exact_weight - before).detach().norm()) < 0.03
 
 
 def test_a_power_of_two_changes_no_bit() -> None:
-    (one, first), (other, second) = optimizer_of("int8"), optimizer_of("int8")
-    train(one, first, range(3))
-    train(other, second, range(3), 2.0**-60)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    (weights, first), (twins, second) = optimizer_of("int8"), optimizer_of("int8")
+    train(weights, first, range(3))
+    train(twins, second, range(3), 2.0**-60)
+    assert all(torch.equal(a, b) for a, b in zip(weights, twins, strict=True))
 
 
 @pytest.mark.parametrize("source", ["int8", torch.float32], ids=str)
@@ -119,8 +119,8 @@ def test_a_checkpoint_does_not_tell_what_momentum_was_kept_in(source: object, ta
             for a, b in zip(weights, twins, strict=True)
             for k in saved.state[a]
         )
-    kept = {loaded.state[twin]["momentum_buffer"].dtype for twin in twins}
-    assert kept == {torch.int8 if target == "int8" else target}
+    dtypes = {loaded.state[twin]["momentum_buffer"].dtype for twin in twins}
+    assert dtypes == {torch.int8 if target == "int8" else target}
 
 
 def test_loaded_momentum_of_a_matrix_that_is_left_alone_is_not_lost() -> None:
@@ -131,9 +131,9 @@ def test_loaded_momentum_of_a_matrix_that_is_left_alone_is_not_lost() -> None:
     twins[0].grad, twins[2].grad = torch.zeros_like(twins[0]), torch.zeros_like(twins[2])
     loaded.step()
     for number in (0, 2):
-        found = loaded.state_dict()["state"][number]["momentum_buffer"]
+        momentum = loaded.state_dict()["state"][number]["momentum_buffer"]
         expected = saved.state_dict()["state"][number]["momentum_buffer"]
-        assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
+        assert 0 < float((momentum - expected).norm() / expected.norm()) < 0.03
 
 
 def test_scales_of_another_sharding_are_refused() -> None:
@@ -148,12 +148,12 @@ def test_metrics_read_what_the_codes_stand_for() -> None:
     (weights, coded), (twins, exact) = optimizer_of("int8"), optimizer_of(torch.float32)
     train(weights, coded, range(2))
     train(twins, exact, range(2))
-    ours, theirs = (optimizer.metrics()["group0/momentum_rms"] for optimizer in (coded, exact))
-    assert ours == pytest.approx(theirs, rel=1e-2)
+    coded_rms, exact_rms = (optimizer.metrics()["group0/momentum_rms"] for optimizer in (coded, exact))
+    assert coded_rms == pytest.approx(exact_rms, rel=1e-2)
 
 
-@pytest.mark.parametrize("then", [(200, 100), (150, 75, 75)], ids=["as many scales", "more scales"])
-def test_a_parameter_that_is_split_otherwise_is_refused_before_anything_is_written(then: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("widths", [(200, 100), (150, 75, 75)], ids=["as many scales", "more scales"])
+def test_a_parameter_that_is_split_otherwise_is_refused_before_anything_is_written(widths: tuple[int, ...]) -> None:
     """Read by the scales of other matrices, its momentum would be thousands of times too large, without an error."""
     weight, vector = nn.Parameter(torch.randn(4, 300)), nn.Parameter(torch.ones(3))
     groups = [{"params": [("w", weight)], "matrices": [("cols", 100, 200)]}]
@@ -168,7 +168,7 @@ def test_a_parameter_that_is_split_otherwise_is_refused_before_anything_is_writt
     give()
     optimizer.step()
     before = weight.detach().clone(), vector.detach().clone()
-    optimizer.param_groups[0]["matrices"] = [("cols", *then)]
+    optimizer.param_groups[0]["matrices"] = [("cols", *widths)]
     give()
     with pytest.raises(mm.StateError, match=r"^w: found .* scales of momentum_buffer"):
         optimizer.step()
@@ -178,7 +178,7 @@ def test_a_parameter_that_is_split_otherwise_is_refused_before_anything_is_writt
     assert torch.equal(before[1], vector)
     optimizer.param_groups[0]["matrices"] = [("cols", 100, 200)]
     optimizer.state_dict()
-    optimizer.param_groups[0]["matrices"] = [("cols", *then)]
+    optimizer.param_groups[0]["matrices"] = [("cols", *widths)]
     optimizer.step()
     momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
     assert momentum[:, 100:].abs().max() < 1

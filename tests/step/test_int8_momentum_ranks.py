@@ -33,7 +33,9 @@ def random_of_parameter(name: str, seed: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + len(name)))
 
 
-def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None) -> tuple[Bag, mm.Muon]:
+def model_and_optimizer(
+    dim: int | None, state_dtype: Any, *, device: bool = False, rounded: int | None = None
+) -> tuple[Bag, mm.Muon]:
     """A model sharded along a dim, or alone on this rank; in bf16 if its weights are rounded at random."""
     values = {
         name: random_of_parameter(name, 0).to(torch.float32 if rounded is None else torch.bfloat16) for name in SHAPES
@@ -43,9 +45,9 @@ def made(dim: int | None, state_dtype: Any, *, device: bool = False, rounded: in
         values = {name: distribute_tensor(value, mesh, [Shard(dim % value.ndim)]) for name, value in values.items()}
     model = Bag(values)
     group = {"params": list(model.parameters()), "param_names": list(SHAPES)}
-    where = "local" if dim is None else None
-    kept: dict[str, Any] = {"state_dtype": state_dtype, "stochastic_rounding": rounded}
-    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, process_group=where, **kept)
+    process_group = "local" if dim is None else None
+    settings: dict[str, Any] = {"state_dtype": state_dtype, "stochastic_rounding": rounded}
+    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float32, process_group=process_group, **settings)
     if device:
         optimizer._runtime.driver = Driver(False)
     return model, optimizer
@@ -73,11 +75,13 @@ def results(model: Bag, optimizer: mm.Muon) -> list[Tensor]:
 
 def sharded(dim: int, device: bool, rounded: int | None) -> tuple[bool, bool]:
     """Step sharded and alone; also whether explain() told the collectives."""
-    (model, optimizer), (twin, alone) = (made(of, "int8", device=device, rounded=rounded) for of in (dim, None))
+    (model, optimizer), (twin, alone) = (
+        model_and_optimizer(of, "int8", device=device, rounded=rounded) for of in (dim, None)
+    )
     train(model, optimizer, range(3))
     train(twin, alone, range(3))
-    told = optimizer.explain().collectives == optimizer.counts.collectives
-    return same_bits(results(model, optimizer), results(twin, alone)), told
+    as_explained = optimizer.explain().collectives == optimizer.counts.collectives
+    return same_bits(results(model, optimizer), results(twin, alone)), as_explained
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["as on a cpu", "as on a device"])
@@ -91,15 +95,15 @@ def test_blocks_that_shards_cut_have_the_scale_of_the_whole_block(
 
 def resumed(folder: Path) -> list[bool]:
     """Save cut along rows; load cut along columns, in int8 and in fp32, and train on."""
-    model, optimizer = made(0, "int8")
+    model, optimizer = model_and_optimizer(0, "int8")
     train(model, optimizer, range(2))
     parameters = [whole(p).detach() for p in model.parameters()]
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    twin, alone = made(None, "int8")
+    twin, alone = model_and_optimizer(None, "int8")
     train(twin, alone, range(4))
-    found = []
+    comparisons = []
     for state_dtype in ("int8", torch.float32):
-        other, loaded = made(-1, state_dtype)
+        other, loaded = model_and_optimizer(-1, state_dtype)
         with torch.no_grad():
             for parameter, value in zip(other.parameters(), parameters, strict=True):
                 parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
@@ -107,27 +111,27 @@ def resumed(folder: Path) -> list[bool]:
         dcp.load(state, checkpoint_id=folder)
         set_optimizer_state_dict(other, loaded, state["optimizer"])
         same = [
-            torch.equal(whole(value["momentum_buffer"]), whole(mine["momentum_buffer"]))
-            for value, mine in zip(
+            torch.equal(whole(value["momentum_buffer"]), whole(expected["momentum_buffer"]))
+            for value, expected in zip(
                 loaded.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
             )
         ]
-        found.append(all(same))
+        comparisons.append(all(same))
         train(other, loaded, range(2, 4))
         if state_dtype == "int8":
-            found.append(same_bits(results(other, loaded), results(twin, alone)))
-    return found
+            comparisons.append(same_bits(results(other, loaded), results(twin, alone)))
+    return comparisons
 
 
 def kept_by_name(folder: Path) -> list[bool]:
     """The same through `muonmesh.checkpoint`; the one that saves goes on as well."""
-    model, optimizer = made(0, "int8")
+    model, optimizer = model_and_optimizer(0, "int8")
     train(model, optimizer, range(2))
     checkpoint.save(folder, model, optimizer)
     train(model, optimizer, range(2, 4))
-    twin, alone = made(None, "int8")
+    twin, alone = model_and_optimizer(None, "int8")
     train(twin, alone, range(4))
-    other, loaded = made(-1, "int8")
+    other, loaded = model_and_optimizer(-1, "int8")
     checkpoint.load(folder, other, loaded)
     train(other, loaded, range(2, 4))
     return [same_bits(results(*pair), results(twin, alone)) for pair in ((model, optimizer), (other, loaded))]
@@ -143,16 +147,16 @@ def test_a_checkpoint_is_resharded_and_loaded_into_any_dtype(workers, tmp_path) 
 
 def resumed_by_our_own_checkpoints(folder: Path) -> list[bool]:
     """Likewise by `muonmesh.checkpoint`, which the optimizer that was saved goes on after too."""
-    model, optimizer = made(0, "int8")
+    model, optimizer = model_and_optimizer(0, "int8")
     train(model, optimizer, range(2))
     mm.checkpoint.save(folder / "saved", model, optimizer)
-    other, loaded = made(-1, "int8")
+    other, loaded = model_and_optimizer(-1, "int8")
     mm.checkpoint.load(folder / "saved", other, loaded)
-    twin, alone = made(None, "int8")
-    for some in ((model, optimizer), (other, loaded)):
-        train(*some, range(2, 4))
+    twin, alone = model_and_optimizer(None, "int8")
+    for trained in ((model, optimizer), (other, loaded)):
+        train(*trained, range(2, 4))
     train(twin, alone, range(4))
-    return [same_bits(results(*some), results(twin, alone)) for some in ((model, optimizer), (other, loaded))]
+    return [same_bits(results(*trained), results(twin, alone)) for trained in ((model, optimizer), (other, loaded))]
 
 
 def test_our_own_checkpoints_carry_it_too(workers, tmp_path) -> None:

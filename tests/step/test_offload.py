@@ -63,5 +63,5 @@ SHARED: dict[str, Any] = {**BF16, "shard_state": True, "decay_mode": "cautious"}
 def test_state_in_copies_is_bit_for_bit_state_that_stays(
     workers, device: bool, layouts: list[str], settings: dict[str, Any]
 ) -> None:
-    for found in workers(4).run(in_every_layout, device, layouts, **settings):
-        assert found == {layout: [] for layout in layouts}
+    for differences in workers(4).run(in_every_layout, device, layouts, **settings):
+        assert differences == {layout: [] for layout in layouts}

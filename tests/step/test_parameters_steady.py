@@ -27,7 +27,7 @@ COVERS = (
 )
 
 
-def made() -> tuple[list[nn.Parameter], mm.Muon]:
+def weights_and_optimizer() -> tuple[list[nn.Parameter], mm.Muon]:
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 9), (9, 6), (6, 6), (5,))]
     groups = [
@@ -46,35 +46,35 @@ def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
 
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parameters whose state a step checks."""
-    found: list[str] = []
+    names: list[str] = []
     check = parameters.check_parameter
 
     def counted(entry: Any) -> None:
-        found.append(entry.member.name)
+        names.append(entry.member.name)
         check(entry)
 
     monkeypatch.setattr(parameters, "check_parameter", counted)
-    return found
+    return names
 
 
 def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, (weights, optimizer) = looked_at(monkeypatch), made()
+    names, (weights, optimizer) = looked_at(monkeypatch), weights_and_optimizer()
     step(weights, optimizer, 0)
-    assert len(found) == 4
+    assert len(names) == 4
     for number in range(1, 4):
         step(weights, optimizer, number)
-    assert len(found) == 4
+    assert len(names) == 4
 
 
 def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for number in range(3):
         step(weights, optimizer, number)
-    read, found = [], looked_at(monkeypatch)
+    read, names = [], looked_at(monkeypatch)
 
-    def checked(where: str, group: Any, **options: Any) -> Any:
-        read.append(where)
-        return check_group(where, group, **options)
+    def checked(label: str, group: Any, **options: Any) -> Any:
+        read.append(label)
+        return check_group(label, group, **options)
 
     monkeypatch.setattr(reading, "check_group", checked)
     for rate in (None, 0.05, 0.02):
@@ -82,7 +82,7 @@ def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.M
             optimizer.param_groups[1]["lr"] = rate  # as schedules do
         step(weights, optimizer, 3)
     assert read == ["group 'adamw'"] * 2
-    assert found == []
+    assert names == []
 
 
 def momentum_of(weights: list[nn.Parameter], optimizer: mm.Muon) -> Any:
@@ -94,13 +94,13 @@ def clone_weight(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
 
 
 def clone_momentum(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
-    kept = momentum_of(weights, optimizer)
-    kept["momentum_buffer"] = kept["momentum_buffer"].clone()
+    state = momentum_of(weights, optimizer)
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
 
 
 def move_momentum(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
-    kept = momentum_of(weights, optimizer)["momentum_buffer"]
-    kept.data = kept.data.clone()
+    momentum = momentum_of(weights, optimizer)["momentum_buffer"]
+    momentum.data = momentum.data.clone()
 
 
 def load_itself(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
@@ -112,8 +112,8 @@ def spread_weight(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
 
 
 def widen(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
-    kept = momentum_of(weights, optimizer)
-    kept["momentum_buffer"] = kept["momentum_buffer"].double()
+    state = momentum_of(weights, optimizer)
+    state["momentum_buffer"] = state["momentum_buffer"].double()
 
 
 def transpose_in_place(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
@@ -129,13 +129,13 @@ def clone_vector(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
 
 
 def clone_moment(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
-    kept = optimizer.state[weights[3]]
-    kept["exp_avg"] = kept["exp_avg"].clone()
+    state = optimizer.state[weights[3]]
+    state["exp_avg"] = state["exp_avg"].clone()
 
 
 def move_moment(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
-    kept = optimizer.state[weights[3]]["exp_avg_sq"]
-    kept.data = kept.data.clone()
+    moment = optimizer.state[weights[3]]["exp_avg_sq"]
+    moment.data = moment.data.clone()
 
 
 def read_elsewhere(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
@@ -161,20 +161,20 @@ def test_what_has_moved_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[list[nn.Parameter], mm.Muon], None]
 ) -> None:
     """And the step computes on it: with the bits of an optimizer in which nothing moved."""
-    (weights, optimizer), (others, other) = made(), made()
+    (weights, optimizer), (others, other) = weights_and_optimizer(), weights_and_optimizer()
     for number in range(2):
         step(weights, optimizer, number)
         step(others, other, number)
-    found = looked_at(monkeypatch)
+    names = looked_at(monkeypatch)
     change(weights, optimizer)
     before = [weight.detach().clone() for weight in weights]
     for number in range(2, 5):
         step(weights, optimizer, number)
-    assert found
-    found.clear()
+    assert names
+    names.clear()
     for number in range(2, 5):
         step(others, other, number)
-    assert found == []
+    assert names == []
     for weight, twin, old in zip(weights, others, before, strict=True):
         assert torch.equal(weight, twin)
         assert not torch.equal(weight, old)
@@ -184,10 +184,10 @@ def test_what_has_moved_is_looked_at(
 
 @pytest.mark.parametrize("kind", ["missing", "transposed", "another dtype", "freed"])
 def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for number in range(2):
         step(weights, optimizer, number)
-    found = looked_at(monkeypatch)
+    names = looked_at(monkeypatch)
     momentum = momentum_of(weights, optimizer)["momentum_buffer"]
     before = momentum.clone()
     for weight in weights[1:]:
@@ -212,26 +212,26 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
     else:
         optimizer.step()
         assert torch.equal(momentum, before) == (kind == "missing")
-    assert len(found) == (4 if kind == "another dtype" else 0)  # which needs another plan; else no state has moved
+    assert len(names) == (4 if kind == "another dtype" else 0)  # which needs another plan; else no state has moved
 
 
 def test_a_first_gradient_after_steps_without_one_creates_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for _ in range(3):
         for weight in weights[1:3]:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
-    found = looked_at(monkeypatch)
+    names = looked_at(monkeypatch)
     assert "momentum_buffer" not in optimizer.state[weights[0]]
     step(weights, optimizer, 3)
-    assert found == []
+    assert names == []
     assert optimizer.state[weights[0]]["momentum_buffer"].any()
     assert optimizer.state[weights[3]]["exp_avg"].any()
 
 
 def test_a_step_keeps_no_gradient() -> None:
     """After zero_grad the gradients are freed, also after a step that changed nothing."""
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for skipped in (False, False, True):
         for weight in weights:
             weight.grad = torch.full_like(weight, torch.nan) if skipped else torch.randn_like(weight)
@@ -244,10 +244,10 @@ def test_a_step_keeps_no_gradient() -> None:
         assert [gradient() for gradient in gradients] == [None] * 4
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_again(which: int) -> None:
-    weights, optimizer = made()
-    weights[which].data = weights[which].data.t().contiguous().t()  # stepped by a contiguous copy
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_again(number: int) -> None:
+    weights, optimizer = weights_and_optimizer()
+    weights[number].data = weights[number].data.t().contiguous().t()  # stepped by a contiguous copy
     for seed in range(2):
         step(weights, optimizer, seed)
         gradients = [weakref.ref(weight.grad) for weight in weights]
@@ -257,18 +257,18 @@ def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_aga
 
 
 def test_loading_frees_the_state_before() -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for number in range(2):
         step(weights, optimizer, number)
     saved = {"state": {}, **optimizer.state_dict()}
-    saved["state"] = {number: {k: v.clone() for k, v in kept.items()} for number, kept in saved["state"].items()}
+    saved["state"] = {number: {k: v.clone() for k, v in entries.items()} for number, entries in saved["state"].items()}
     before = [weakref.ref(next(iter(optimizer.state[weight].values()))) for weight in weights]
     optimizer.load_state_dict(saved)
     assert [momentum() for momentum in before] == [None] * 4
 
 
 def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for number in range(3):
         step(weights, optimizer, number)
 
@@ -315,7 +315,7 @@ def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> No
     ],
 )
 def test_values_that_are_equal_and_not_the_same_are_read_again(key: str, before: Any, after: Any) -> None:
-    _, optimizer = made()
+    _, optimizer = weights_and_optimizer()
     groups = optimizer.param_groups
     groups[0][key] = before
     last = reading.read_groups(groups, {})
@@ -329,7 +329,7 @@ def test_values_that_are_equal_and_not_the_same_are_read_again(key: str, before:
 
 def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
     """Also if the parameters have gradients of their own."""
-    (weights, optimizer), (others, other) = made(), made()
+    (weights, optimizer), (others, other) = weights_and_optimizer(), weights_and_optimizer()
 
     class Source(mm.GradientSource):
         def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -347,7 +347,7 @@ def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
 
 def test_gradients_are_freed_after_another_plan_was_looked_at() -> None:
     """`explain` of other settings makes a plan, which no step follows once they are set back."""
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     for number in range(3):
         step(weights, optimizer, number)
     optimizer.param_groups[0]["ns_steps"] = 3
@@ -361,7 +361,7 @@ def test_gradients_are_freed_after_another_plan_was_looked_at() -> None:
 
 
 def test_metrics_bear_the_name_that_a_group_has_now() -> None:
-    weights, optimizer = made()
+    weights, optimizer = weights_and_optimizer()
     step(weights, optimizer, 0)
     optimizer.metrics()
     optimizer.param_groups[0]["name"] = "renamed"
@@ -374,7 +374,7 @@ def shard_that_once_has_no_gradient() -> tuple[bool, list[str]]:
     model = fully_shard(nn.Linear(6, 8, bias=False))
     optimizer = mm.from_model(model, lr=0.01, overrides={"weight": "muon"})
     stale = False
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(104):
             model(torch.ones(2, 6)).square().sum().backward()
@@ -384,7 +384,7 @@ def shard_that_once_has_no_gradient() -> tuple[bool, list[str]]:
             last = optimizer._runtime.planned.collected
             stale = stale or (last is not None and bool(last.missing))
             optimizer.zero_grad()
-    return stale, [str(one.message) for one in told if "no gradient" in str(one.message)]
+    return stale, [str(warning.message) for warning in caught if "no gradient" in str(warning.message)]
 
 
 def test_a_missing_gradient_is_missing_in_its_own_step_only(workers: Any) -> None:

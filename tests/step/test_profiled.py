@@ -36,9 +36,9 @@ def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
     step()
     rows = set()
     if profiled:
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             step()
-        rows = {event.key.removeprefix("muonmesh: ") for event in found.key_averages() if "muonmesh: " in event.key}
+        rows = {event.key.removeprefix("muonmesh: ") for event in profiler.key_averages() if "muonmesh: " in event.key}
     else:
         step()
     return [local_of(parameter).detach() for parameter in model.parameters()], rows
@@ -58,26 +58,26 @@ def test_a_step_on_one_rank_has_names_in_a_profile() -> None:
 @pytest.mark.own_ambient
 def test_a_profile_says_that_the_caller_waits_for_other_threads() -> None:
     """Of several matrices on two threads; the profiler shows the caller alone."""
-    before, caller, both = torch.get_num_threads(), threading.get_ident(), threading.Barrier(2)
+    before, caller, barrier = torch.get_num_threads(), threading.get_ident(), threading.Barrier(2)
 
     def task() -> None:
-        both.wait(30)  # each thread has claimed one
+        barrier.wait(30)  # each thread has claimed one
         if threading.get_ident() != caller:
             time.sleep(0.1)
 
     torch.set_num_threads(2)
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run_all([task] * 2, device=torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
-    (row,) = [event for event in found.key_averages() if event.key == "muonmesh: waiting for other threads"]
+    (row,) = [event for event in profiler.key_averages() if event.key == "muonmesh: waiting for other threads"]
     assert row.count == 1
     assert row.cpu_time_total > 50_000  # of 100,000 µs
 
 
 def test_a_step_on_two_ranks_has_names_in_a_profile(workers: Any) -> None:
-    told = zip(workers(2).run(stepped, True, False), workers(2).run(stepped, True, True), strict=True)
-    for (plain, _), (named, rows) in told:
+    outcomes = zip(workers(2).run(stepped, True, False), workers(2).run(stepped, True, True), strict=True)
+    for (plain, _), (named, rows) in outcomes:
         assert {ELEMENTWISE, "gradients into matrices", "orthogonalization", "updates into weights"} <= rows
         assert all(map(torch.equal, plain, named))
