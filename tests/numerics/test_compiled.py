@@ -498,7 +498,7 @@ def with_a_helper_that_waits() -> tuple[list[int], bool]:
 
     def share(work: Callable[[int], object], parts: int) -> None:
         # a function of Python's in place of a variant's
-        function = part(lambda *given: work(given[8]) and None)
+        function = part(lambda *arguments: work(arguments[8]) and None)
         address = ctypes.cast(function, ctypes.c_void_p).value
         functions.share(address, 1, 1, 1, 1, compiled._Operands(), 0, None, 0, parts, 2, None, 0)
 
@@ -531,9 +531,9 @@ def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
         for parts in (1, 2, 3, 7, 40):
             computed, rooms = list[int](), set[int]()
 
-            def work(*given: Any, computed: list[int] = computed, rooms: set[int] = rooms) -> None:
-                computed.append(given[8])
-                rooms.add(given[10] or 0)
+            def work(*arguments: Any, computed: list[int] = computed, rooms: set[int] = rooms) -> None:
+                computed.append(arguments[8])
+                rooms.add(arguments[10] or 0)
 
             function = part(work)
             address = ctypes.cast(function, ctypes.c_void_p).value

@@ -509,7 +509,7 @@ def in_one_launch(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Any]:
     matrix = torch.randn(rows, cols)
     x = (matrix * sizes).to(dtype)
     launched, run = [], triton.small
-    triton.small = lambda *given: (launched.append(given[0].shape), run(*given))
+    triton.small = lambda *arguments: (launched.append(arguments[0].shape), run(*arguments))
     output = orthogonalize(x, kernels="triton", **options)
     expected = orthogonalize(x.double(), kernels="torch", dtype=torch.float64, **options)
     separate = orthogonalize(x, kernels="torch", **options)
