@@ -59,17 +59,17 @@ def making(how: str) -> Making:
 def stepped(how: str, settings: dict[str, Any]) -> list[str]:
     """Three steps, the last by an optimizer that loads what the first saved; return what differs from one process."""
     names = SOME if how.startswith("megatron") else tuple(problem.PARAMETERS)
-    model = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
+    holding = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
     settings = {**problem.SETTINGS, "compute_dtype": torch.float32, **settings}
-    optimizer = mm.Muon(model.groups, **settings)
+    optimizer = mm.Muon(holding.groups, **settings)
     for step in range(3):
-        model.give({name: problem.gradients(step)[name] for name in names})
+        holding.give({name: problem.gradients(step)[name] for name in names})
         optimizer.step()
         if step == 1:
-            saved, optimizer = optimizer.state_dict(), mm.Muon(model.groups, **settings)
+            saved, optimizer = optimizer.state_dict(), mm.Muon(holding.groups, **settings)
             optimizer.load_state_dict(saved)
     reference = problem.alone(3, **settings)
-    return problem.differing(model.whole(optimizer), {k: v for k, v in reference.items() if k.split(".")[0] in names})
+    return problem.differing(holding.whole(optimizer), {k: v for k, v in reference.items() if k.split(".")[0] in names})
 
 
 HOW = (
@@ -209,16 +209,16 @@ def stepped_by_rows(answer: str) -> str:
         parameter.answer = (mesh, [Shard(0)], whole) if answer == "placements" else 7
         return parameter, cut
 
-    model = held_by(make, problem.PARAMETERS, problem.initial())
+    holding = held_by(make, problem.PARAMETERS, problem.initial())
     settings = {**problem.SETTINGS, "compute_dtype": torch.float32}
     try:
-        optimizer = mm.Muon(model.groups, **settings)
+        optimizer = mm.Muon(holding.groups, **settings)
         for step in range(3):
-            model.give(problem.gradients(step))
+            holding.give(problem.gradients(step))
             optimizer.step()
     except (mm.LayoutError, PlanError) as error:
         return str(error)
-    return str(problem.differing(model.whole(optimizer), problem.alone(3, **settings)))
+    return str(problem.differing(holding.whole(optimizer), problem.alone(3, **settings)))
 
 
 def test_a_reader_of_ones_own_says_where_plain_shards_lie(workers: Any) -> None:

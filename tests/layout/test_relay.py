@@ -39,14 +39,14 @@ BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
 # ------------------------------------------------------------------ bits
 
 
-def stepped(model: layouts.Held, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
+def stepped(holding: layouts.Held, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
     with machines(machine):
-        optimizer = mm.Muon(model.groups, **model.settings, **{**problem.SETTINGS, **settings})
+        optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **settings})
     for step in range(4):
-        model.give(problem.zeroed(step))
+        holding.give(problem.zeroed(step))
         optimizer.step()
     settings = {key: value for key, value in settings.items() if key != "shard_state"}
-    differing = problem.differing(model.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
+    differing = problem.differing(holding.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
     explanation, did = optimizer.explain(), optimizer.counts
     promised = explanation.collectives, explanation.bytes_sent, explanation.bytes_received
     passes = passes_on(optimizer)
@@ -65,8 +65,8 @@ def passes_on(optimizer: mm.Muon) -> bool:
 def on_mesh(name: str, settings: dict[str, Any], machine: int, hold: str = "dtensors") -> Any:
     sizes, placements = {**layouts.MESHES, **EIGHT}[name]
     placed = lambda _, shape: placements(len(shape))  # noqa: E731
-    model = getattr(layouts, hold)(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
-    return stepped(model, settings, machine)
+    holding = getattr(layouts, hold)(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
+    return stepped(holding, settings, machine)
 
 
 def in_flat_buffers(settings: dict[str, Any], machine: int) -> Any:
@@ -121,14 +121,14 @@ def with_sums(name: str, machine: int, bucket: float) -> list[str]:
     for ranks in (machine, 0):
         sizes, placements = {**layouts.MESHES, **EIGHT}[name]
         placed = lambda _, shape, placements=placements: placements(len(shape))  # noqa: E731
-        model = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
-        model.groups[0]["algorithm"] = "adamuon"
+        holding = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
+        holding.groups[0]["algorithm"] = "adamuon"
         with machines(ranks):
-            optimizer = mm.Muon(model.groups, **model.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
+            optimizer = mm.Muon(holding.groups, **holding.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
         for step in range(3):
-            model.give(problem.gradients(step))
+            holding.give(problem.gradients(step))
             optimizer.step()
-        results.append(model.whole(optimizer))
+        results.append(holding.whole(optimizer))
         assert optimizer._runtime.ranks.machine == ranks
     return problem.differing(*results)
 

@@ -163,14 +163,14 @@ def on_mesh(name: str, how: str, rule: str, settings: dict[str, Any]) -> tuple[l
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
         return placements_of(len(shape))
 
-    model = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
-    optimizer = stepped(model.groups, model.give, rule, {**settings, **model.settings})
+    holding = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
+    optimizer = stepped(holding.groups, holding.give, rule, {**settings, **holding.settings})
     return differing(optimizer, rule, settings), promised(optimizer)
 
 
 def flat(tensor_parallel: int, seed: int, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    model = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
-    optimizer = stepped(model.groups, model.give, rule, {**settings, **model.settings})
+    holding = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
+    optimizer = stepped(holding.groups, holding.give, rule, {**settings, **holding.settings})
     return differing(optimizer, rule, settings), promised(optimizer)
 
 
@@ -296,14 +296,14 @@ def test_bit_for_bit_in_flat_buffers(workers, ranks: int, parallel: int, seed: i
 def gathered(name: str, shared: bool, rule: str) -> list[str]:
     """What torch itself makes of the state: DTensors, whole."""
     sizes, placements_of = layouts.MESHES[name]
-    model = layouts.dtensors(
+    holding = layouts.dtensors(
         problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: placements_of(len(shape))
     )
-    optimizer = stepped(model.groups, model.give, rule, {**FP32, "shard_state": shared})
+    optimizer = stepped(holding.groups, holding.give, rule, {**FP32, "shard_state": shared})
     _, state = alone(rule, FP32)
     return [
         f"{name}.{key}"
-        for name, parameter in model.tensors.items()
+        for name, parameter in holding.tensors.items()
         for key, value in optimizer.state[parameter].items()
         if not torch.equal(problem.whole(value), state[name][key])
     ]
