@@ -57,21 +57,21 @@ HOLD: dict[str, tuple[int, ...]] = {  # way of holding: on how many ranks
     "flat": (2, 4),
     "flat of tensor parallel": (4,),
 }
-CASES = [(ranks, way) for way, some in HOLD.items() for ranks in some]
+CASES = [(ranks, layout) for layout, counts in HOLD.items() for ranks in counts]
 # Norms and bits of every way are compared in `make soak`; one of each kind of cut in `make test`.
 QUICK = [(2, "fsdp"), (4, "ddp"), (4, "shard1"), (4, "fsdp over colwise"), (4, "flat of tensor parallel")]
 BITS = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.soak) for case in CASES]
 
 
-def held(way: str) -> layouts.Held:
+def holding_of(layout: str) -> layouts.Held:
     values = problem.initial()
-    if way.startswith("flat"):
-        return layouts.flat(problem.PARAMETERS, values, tensor_parallel=2 if "tensor" in way else 1)
-    if way.removeprefix("declared ") in layouts.MESHES:
-        sizes, place = layouts.MESHES[way.removeprefix("declared ")]
-        hold = layouts.declared if way.startswith("declared") else layouts.dtensors
-        return hold(problem.PARAMETERS, values, mesh_of(sizes), lambda _, shape: place(len(shape)))
-    model, group = problem.hold(way, values)
+    if layout.startswith("flat"):
+        return layouts.flat(problem.PARAMETERS, values, tensor_parallel=2 if "tensor" in layout else 1)
+    if layout.removeprefix("declared ") in layouts.MESHES:
+        sizes, placements = layouts.MESHES[layout.removeprefix("declared ")]
+        hold = layouts.declared if layout.startswith("declared") else layouts.dtensors
+        return hold(problem.PARAMETERS, values, mesh_of(sizes), lambda _, shape: placements(len(shape)))
+    model, group = problem.hold(layout, values)
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
@@ -101,18 +101,20 @@ def norm_of(gradients: dict[str, Tensor], names: list[str]) -> float:
     return math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name in names))
 
 
-def trained(way: str, policy: str, steps: int, given: Callable[[int], dict[str, Tensor]], **options: Any) -> Any:
+def trained(
+    layout: str, policy: str, steps: int, gradients_of: Callable[[int], dict[str, Tensor]], **options: Any
+) -> Any:
     """Step with clipping before each step; return the norms and their means, and parameters and state."""
-    holding = held(way)
+    holding = holding_of(layout)
     optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
-    found = []
+    results = []
     for step in range(steps):
-        holding.give(given(step))
+        holding.give(gradients_of(step))
         norms = optimizer.clip_grad_norm_(1.5, policy=policy, **options)
-        found.append((float(norms.total), float(norms.muon), float(norms.adamw), bool(norms.skipped)))
+        results.append((float(norms.total), float(norms.muon), float(norms.adamw), bool(norms.skipped)))
         optimizer.step()
-    found += means_of(optimizer)
-    return found, holding.whole(optimizer)
+    results += means_of(optimizer)
+    return results, holding.whole(optimizer)
 
 
 def means_of(optimizer: mm.Muon) -> list[tuple[float, float, float]]:
@@ -123,8 +125,8 @@ def means_of(optimizer: mm.Muon) -> list[tuple[float, float, float]]:
     return list(first)
 
 
-def norms_and_collectives(way: str) -> tuple[list[float], list[int]]:
-    holding = held(way)
+def norms_and_collectives(layout: str) -> tuple[list[float], list[int]]:
+    holding = holding_of(layout)
     optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
     holding.give(huge(0))
     counts = []
@@ -143,21 +145,21 @@ def issued() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
-@pytest.mark.parametrize(("ranks", "way"), CASES)
-def test_norms_are_those_of_the_whole_gradients_by_one_collective(workers, ranks: int, way: str) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), CASES)
+def test_norms_are_those_of_the_whole_gradients_by_one_collective(workers, ranks: int, layout: str) -> None:
     expected = [norm_of(huge(0), names) for names in ([*MUON, *ADAMW], MUON, ADAMW)]
-    for norms, counts in workers(ranks).run(norms_and_collectives, way):
+    for norms, counts in workers(ranks).run(norms_and_collectives, layout):
         assert norms == pytest.approx(expected, rel=1e-12)
         assert counts == [1] * len(POLICIES)
 
 
-def all_policies(way: str) -> list[Any]:
+def all_policies(layout: str) -> list[Any]:
     """Two steps of each, and four of one with a warm-up of two norms, whose spike in the third step is skipped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm_means, "WARM_UP", 2)
         return [
-            *(trained(way, policy, 2, problem.gradients) for policy in POLICIES),
-            trained(way, "separate", 4, functools.partial(spiky, spike=2), skip_above="4x"),
+            *(trained(layout, policy, 2, problem.gradients) for policy in POLICIES),
+            trained(layout, "separate", 4, functools.partial(spiky, spike=2), skip_above="4x"),
         ]
 
 
@@ -166,15 +168,15 @@ def alone() -> list[Any]:
     return all_policies("local")
 
 
-@pytest.mark.parametrize(("ranks", "way"), BITS)
-def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, way: str) -> None:
-    outcomes = workers(ranks).run(all_policies, way)
+@pytest.mark.parametrize(("ranks", "layout"), BITS)
+def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, layout: str) -> None:
+    outcomes = workers(ranks).run(all_policies, layout)
     for outcome in outcomes:
         for (norms, result), (alone_norms, expected), (same, _) in zip(outcome, alone, outcomes[0], strict=True):
             assert problem.differing(result, expected) == []
             assert norms == same  # norms and means have the same bits on all ranks, in another layout perhaps others
-            for mine, one in zip(norms, alone_norms, strict=True):
-                assert mine == pytest.approx(one, rel=1e-12)
+            for value, alone_value in zip(norms, alone_norms, strict=True):
+                assert value == pytest.approx(alone_value, rel=1e-12)
         assert [skipped for *_, skipped in outcome[-1][0][:4]] == [False, False, True, False]
 
 
@@ -213,14 +215,14 @@ def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
     for name, gradient in problem.gradients(4).items():
         model.get_parameter(name).grad = gradient
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.5)
-    ours = clipped(problem.gradients(4), "all")
+    gradients = clipped(problem.gradients(4), "all")
     for name, parameter in model.named_parameters():
-        assert torch.allclose(ours[name], parameter.grad, rtol=1e-5)
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5)
 
 
 def test_torch_clips_our_gradients_by_the_same_norm_under_fsdp(workers) -> None:
-    for ours, torchs in workers(2).run(both_norms):
-        assert ours == pytest.approx(torchs, rel=1e-6)
+    for norm, torch_norm in workers(2).run(both_norms):
+        assert norm == pytest.approx(torch_norm, rel=1e-6)
 
 
 def both_norms() -> tuple[float, float]:
@@ -228,8 +230,8 @@ def both_norms() -> tuple[float, float]:
     optimizer = mm.Muon(problem.groups(model), process_group=group, **SETTINGS)
     for name, gradient in problem.gradients(4).items():
         model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
-    ours = float(optimizer.clip_grad_norm_(math.inf))
-    return ours, float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor())
+    norm = float(optimizer.clip_grad_norm_(math.inf))
+    return norm, float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor())
 
 
 # ------------------------------------------------------------------- multiples of the running mean
@@ -263,22 +265,22 @@ def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
         generator = torch.Generator().manual_seed(0)
         for step, size in enumerate(sizes):
             drawn = (torch.randn(shape, generator=generator) for shape in ((6, 4), (5,)))
-            weight.grad, bias.grad = (each / each.norm() * size for each in drawn)
+            weight.grad, bias.grad = (vector / vector.norm() * size for vector in drawn)
             weight.grad *= 1e4 if step in spikes else 0.0 if step in zeros else 1.0
             bias.grad[0] = {20: math.nan, 50: math.inf}.get(step, bias.grad[0])
             muon, adamw = (float(p.grad.double().norm()) for p in (weight, bias))
             norms = {"total": math.hypot(muon, adamw), "muon": muon, "adamw": adamw}
             needed = step in nans or any(norms[name] > means[name].limit(4.0) for name in names)
-            found = optimizer.clip_grad_norm_(math.inf, policy=policy, skip_above="4x")
-            assert bool(found.skipped) == needed, (policy, step)
+            measured = optimizer.clip_grad_norm_(math.inf, policy=policy, skip_above="4x")
+            assert bool(measured.skipped) == needed, (policy, step)
             assert needed == (step in nans or (step in spikes and policy != "adamw_only")), (policy, step)
             optimizer.step()
             assert optimizer.skipped == needed
             for name, norm in norms.items():
                 means[name].add(norm)
-            kept, counts = means_of(optimizer)
+            averages, counts = means_of(optimizer)
             assert list(counts) == [mean.count for mean in means.values()]
-            assert kept == pytest.approx([mean.mean for mean in means.values()], rel=1e-12)
+            assert averages == pytest.approx([mean.mean for mean in means.values()], rel=1e-12)
     assert counts == (58, 57, 58)  # NaN and zero do not count
 
 
@@ -397,7 +399,7 @@ def of_torch(holding: layouts.Held, optimizer: mm.Muon, flatten: bool) -> dict[s
 
 def save_means(path: str) -> Any:
     """Save in all ways just before the spike, and go on."""
-    holding = held("fsdp")
+    holding = holding_of("fsdp")
     optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
     advance(holding, optimizer, 0, WARM_UP + 2)
     for flatten in (False, True):
@@ -408,11 +410,11 @@ def save_means(path: str) -> Any:
     return saved, skipped, means_of(optimizer), holding.whole(optimizer)
 
 
-def load_means(way: str, path: str) -> Any:
+def load_means(layout: str, path: str) -> Any:
     """What each way of saving brings, and what comes of it."""
-    found = []
+    results = []
     for kind in ("False", "True", "ours"):
-        holding = held(way)
+        holding = holding_of(layout)
         optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
         if kind == "ours":
             mm.checkpoint.load(f"{path}/ours", model_of(holding), optimizer)
@@ -423,24 +425,24 @@ def load_means(way: str, path: str) -> Any:
             set_optimizer_state_dict(model_of(holding), optimizer, state["optimizer"], options=options)
         loaded = means_of(optimizer)
         skipped = advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
-        found.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer) if kind == "ours" else {}))
-    return found
+        results.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer) if kind == "ours" else {}))
+    return results
 
 
 @pytest.mark.parametrize(
-    ("ranks", "way"),
+    ("ranks", "layout"),
     [(4, "fsdp"), pytest.param(2, "shard1", marks=pytest.mark.soak), (2, "ddp"), (4, "hsdp")],
 )
-def test_means_are_saved_and_go_on_in_another_layout(workers, tmp_path: Path, ranks: int, way: str) -> None:
+def test_means_are_saved_and_go_on_in_another_layout(workers, tmp_path: Path, ranks: int, layout: str) -> None:
     """Bit for bit in the same layout. The first step after the load is skipped, and the next is not."""
     (saved, skipped, after, result), *_ = workers(4).run(save_means, str(tmp_path))
     assert skipped == [True, False]
     assert saved[1] == (WARM_UP + 2,) * 3
-    for outcome in workers(ranks).run(load_means, way, str(tmp_path)):
+    for outcome in workers(ranks).run(load_means, layout, str(tmp_path)):
         for loaded, again, later, whole in outcome:
             assert loaded == saved
             assert again == skipped
-            assert later == after if way == "fsdp" else later[0] == pytest.approx(after[0], rel=1e-12)
+            assert later == after if layout == "fsdp" else later[0] == pytest.approx(after[0], rel=1e-12)
             assert not whole or problem.differing(whole, result) == []
 
 
@@ -500,11 +502,11 @@ def test_a_step_that_the_device_stops_counts_nothing(workers) -> None:
 # ------------------------------------------------------------------- skipping
 
 
-def skipping(way: str, policy: str, how: str) -> tuple[list[bool], list[str], list[str], int]:
+def skipping(layout: str, policy: str, how: str) -> tuple[list[bool], list[str], list[str], int]:
     """A step, one that is skipped, one more; return the flags and what differs after each of the last two."""
     first, second = problem.initial(4000), problem.initial(4001)
     bad = {**second, "bias": second["bias"] * 1e6}
-    holding, twin = held(way), held(way)
+    holding, twin = holding_of(layout), holding_of(layout)
     optimizer, other = (mm.Muon(h.groups, **h.settings, **SETTINGS) for h in (holding, twin))
     flags, results = [], []
     for gradients in (first, bad, second):
@@ -530,12 +532,12 @@ def named(group: dict[str, Any]) -> Any:
     return zip(group["param_names"], group["params"], strict=True)
 
 
-def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
-    return [skipping(way, policy, how) for policy in policies for how in ("above", "nan")]
+def skipping_all(layout: str, policies: Sequence[str]) -> list[Any]:
+    return [skipping(layout, policy, how) for policy in policies for how in ("above", "nan")]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "way", "policies"),
+    ("ranks", "layout", "policies"),
     [
         pytest.param(2, "fsdp", POLICIES, id="fsdp", marks=pytest.mark.soak),
         pytest.param(4, "shard1", ["separate"], id="shard1"),
@@ -543,9 +545,9 @@ def skipping_all(way: str, policies: Sequence[str]) -> list[Any]:
     ],
 )
 def test_a_skipped_step_leaves_every_bit_and_only_that_step(
-    workers, ranks: int, way: str, policies: Sequence[str]
+    workers, ranks: int, layout: str, policies: Sequence[str]
 ) -> None:
-    for outcome in workers(ranks).run(skipping_all, way, policies):
+    for outcome in workers(ranks).run(skipping_all, layout, policies):
         for flags, changed, lost, moved in outcome:
             assert flags == [False, True, False]
             assert changed == []
@@ -673,8 +675,8 @@ def muon_only(norms: bool, skip_above: float) -> tuple[int, list[bool]]:
     weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
     optimizer.clip_grad_norm_(1.0)
     before = issued()
-    found = optimizer.clip_grad_norm_(1.0, norms=norms, skip_above=skip_above)
-    return issued() - before, [norm is None for norm in (found.total, found.muon, found.adamw)]
+    measured = optimizer.clip_grad_norm_(1.0, norms=norms, skip_above=skip_above)
+    return issued() - before, [norm is None for norm in (measured.total, measured.muon, measured.adamw)]
 
 
 @pytest.mark.parametrize(
@@ -725,9 +727,9 @@ def test_stages_that_share_nothing_are_clipped_by_a_common_norm_if_asked(workers
     squares = [24 * (1 + s) ** 2 + 5 * (3 + s) ** 2 for s in range(2)]
     alone = [math.sqrt(squares[rank // 2]) for rank in range(4)]
     assert [norm for norm, _ in workers(4).run(two_meshes, False)] == pytest.approx(alone, rel=1e-12)
-    both = workers(4).run(two_meshes, True)
-    assert [norm for norm, _ in both] == pytest.approx([math.sqrt(sum(squares))] * 4, rel=1e-12)
-    assert [skipped for _, skipped in both] == [True] * 4  # though neither stage alone is above the threshold
+    common = workers(4).run(two_meshes, True)
+    assert [norm for norm, _ in common] == pytest.approx([math.sqrt(sum(squares))] * 4, rel=1e-12)
+    assert [skipped for _, skipped in common] == [True] * 4  # though neither stage alone is above the threshold
 
 
 def meshes_in_one_optimizer() -> list[float]:
@@ -736,14 +738,14 @@ def meshes_in_one_optimizer() -> list[float]:
     half = mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))
     places = {"all": (mesh_of((4,)), Shard(0)), f"half{rank // 2}": (half[rank // 2], Shard(1))}
     weights = {
-        name: nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [place], src_data_rank=None))
-        for name, (mesh, place) in places.items()
+        name: nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [placement], src_data_rank=None))
+        for name, (mesh, placement) in places.items()
     }
     optimizer = mm.Muon(list(weights.items()), lr=0.1)
     for name, weight in weights.items():
-        mesh, place = places[name]
+        mesh, placement = places[name]
         size = 1.0 if name == "all" else 2.0 + rank // 2
-        weight.grad = distribute_tensor(torch.full((4, 6), size), mesh, [place], src_data_rank=None)
+        weight.grad = distribute_tensor(torch.full((4, 6), size), mesh, [placement], src_data_rank=None)
     return [float(optimizer.clip_grad_norm_(1.0, policy=policy)) for policy in ("adamw_only", "separate")]
 
 
@@ -777,9 +779,9 @@ def test_ranks_without_an_adamw_half_take_part_in_its_norm(workers, stages: bool
 # ------------------------------------------------------------------- GradScaler
 
 
-def scaled(way: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
+def scaled(layout: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
     """Three fp16 steps under a GradScaler, the second of which overflows on one rank."""
-    holding = held(way)
+    holding = holding_of(layout)
     optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     scaler.scale(torch.ones(()))  # as the loss would be
@@ -787,8 +789,8 @@ def scaled(way: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[l
     for step in range(3):
         holding.give({name: value * scaler.get_scale() for name, value in problem.initial(5000 + step).items()})
         if step == 1 and dist.get_rank() == bad_rank:
-            some = next(p for g in holding.groups for p in g["params"] if local_of(p.grad).numel())
-            local_of(some.grad).view(-1)[:1] = math.inf
+            parameter = next(p for g in holding.groups for p in g["params"] if local_of(p.grad).numel())
+            local_of(parameter.grad).view(-1)[:1] = math.inf
         if unscale:
             scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(1.5)
@@ -799,7 +801,7 @@ def scaled(way: str, unscale: bool, tell: bool, bad_rank: int | None) -> tuple[l
 
 
 def unscaled(clip: bool) -> dict[str, Tensor]:
-    holding = held("local")
+    holding = holding_of("local")
     optimizer = mm.Muon(holding.groups, **holding.settings, **SETTINGS)
     for step in (0, 2):
         holding.give(problem.initial(5000 + step))
@@ -811,7 +813,7 @@ def unscaled(clip: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscaled and clipped before"])
 @pytest.mark.parametrize(
-    ("way", "tell"),
+    ("layout", "tell"),
     [
         ("ddp", False),
         ("fsdp", True),
@@ -820,12 +822,14 @@ def unscaled(clip: bool) -> dict[str, Tensor]:
     ],
 )
 def test_an_overflow_on_one_rank_skips_on_all_and_scales_stay_equal(
-    workers, way: str, tell: bool, unscale: bool
+    workers, layout: str, tell: bool, unscale: bool
 ) -> None:
     """With DDP the reduced gradients overflow everywhere; with FSDP2 torch asks the mesh; others pass the scaler."""
     pool = workers(4)
-    bad = [None if way == "ddp" else 3]
-    outcomes = pool.run(scaled_everywhere, unscale) if way == "ddp" else pool.run(scaled, way, unscale, tell, *bad)
+    bad = [None if layout == "ddp" else 3]
+    outcomes = (
+        pool.run(scaled_everywhere, unscale) if layout == "ddp" else pool.run(scaled, layout, unscale, tell, *bad)
+    )
     for scales, result in outcomes:
         assert scales == [2.0**10, 2.0**9, 2.0**9]
         assert problem.differing(result, unscaled(unscale)) == []
@@ -883,7 +887,7 @@ def test_a_multiple_may_be_written_as_any_number(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"policy": "muon_only"}, 'policy: found .muon_only.; needed one of "adamw_only", "all"'),
         ({"skip_above": -1.0}, "skip_above: found -1.0"),
@@ -893,11 +897,11 @@ def test_a_multiple_may_be_written_as_any_number(text: str) -> None:
         ({"norm_type": 1}, "norm_type: found 1; needed 2"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     weight, _, optimizer = small_model()
     weight.grad = torch.ones(6, 4)
     before = weight.grad.clone()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         optimizer.clip_grad_norm_(1.0, **options)
     assert torch.equal(weight.grad, before)
 
@@ -946,13 +950,13 @@ def bad_gradient(how: str, waits: bool | None) -> None:
 
 @pytest.mark.parametrize(("how", "waits"), [("sparse", None), ("sparse", False), ("argument", None)])
 def test_what_is_wrong_on_one_rank_ends_on_every_rank(workers, how: str, waits: bool | None) -> None:
-    told = {"sparse": "bias: found a gradient with layout", "argument": "skip_above: found -1.0"}
+    messages = {"sparse": "bias: found a gradient with layout", "argument": "skip_above: found -1.0"}
     outcomes = workers(2).run_expecting_errors(bad_gradient, how, waits)
     assert [outcome.error for outcome in outcomes] == [
         mm.PlanError,
         {"sparse": TypeError, "argument": ValueError}[how],
     ]
-    assert all(told[how] in outcome.message for outcome in outcomes)
+    assert all(messages[how] in outcome.message for outcome in outcomes)
     assert all(outcome.seconds < 10 for outcome in outcomes)
 
 
@@ -962,9 +966,9 @@ def one_stage_plans_again(skip_above: float | str) -> float:
     mesh = [mesh_of((2,), (0, 1)), mesh_of((2,), (2, 3))][rank // 2]
 
     def weight() -> nn.Parameter:
-        made = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
-        made.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
-        return made
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None))
+        parameter.grad = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)], src_data_rank=None)
+        return parameter
 
     optimizer = mm.Muon([(f"{rank // 2}.weight", weight())], lr=0.1)
     optimizer.clip_grad_norm_(1.0, policy="all", skip_above=skip_above, process_group=dist.group.WORLD)

@@ -59,20 +59,22 @@ def _measured() -> list[tuple[float, float]]:
     """The total norm and the largest gradient of the vector afterwards, for each way to say the group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
-    found = []
+    figures = []
     for group in ("world", dist.group.WORLD, "local", None, pairs[rank // 2]):
         parameters, optimizer = build()
         norms = optimizer.clip_grad_norm_(1.0, policy="all", process_group=group)
         assert parameters[1].grad is not None
-        found.append((float(norms), float(parameters[1].grad.max())))
-    return found
+        figures.append((float(norms), float(parameters[1].grad.max())))
+    return figures
 
 
 def test_world_and_local_mean_what_they_mean_to_the_constructor(workers: Callable[[int], Pool]) -> None:
-    for rank, found in enumerate(workers(4).run(_measured)):
-        own = [10.0 * (r + 1) for r in range(4)]  # sqrt(36 + 16·4) = 10
-        world, pair = math.hypot(*own), math.hypot(*own[rank // 2 * 2 :][:2])
-        for (norm, largest), needed in zip(found, (world, world, own[rank], own[rank], pair), strict=True):
+    for rank, figures in enumerate(workers(4).run(_measured)):
+        local_norms = [10.0 * (r + 1) for r in range(4)]  # sqrt(36 + 16·4) = 10
+        world, pair = math.hypot(*local_norms), math.hypot(*local_norms[rank // 2 * 2 :][:2])
+        for (norm, largest), needed in zip(
+            figures, (world, world, local_norms[rank], local_norms[rank], pair), strict=True
+        ):
             assert norm == pytest.approx(needed)
             assert largest == pytest.approx(2.0 * (rank + 1) / needed, rel=1e-5)
 
@@ -104,17 +106,17 @@ def kept_norms() -> list[str]:
     weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))
     groups = [{"params": [weight], "name": "muon"}, {"params": [bias], "name": "adamw", "algorithm": "adamw"}]
     optimizer = mm.Muon(groups, lr=0.1, process_group="world")
-    kept, read = [], []
+    measured, read = [], []
     for step in range(3):
         weight.grad, bias.grad = torch.full((4, 6), 3.0 + step), torch.full((5,), 2.0 - step)
         norms = optimizer.clip_grad_norm_(1.0, policy="all", skip_above=18.0)
-        kept.append(norms)
+        measured.append(norms)
         read.append([float(norms), *map(float, (norms.muon, norms.adamw, norms.skipped))])
         optimizer.step()
         optimizer.zero_grad()
-    again = [[float(norms), *map(float, (norms.muon, norms.adamw, norms.skipped))] for norms in kept]
+    again = [[float(norms), *map(float, (norms.muon, norms.adamw, norms.skipped))] for norms in measured]
     assert [figures[-1] for figures in read] == [0.0, 1.0, 1.0]
-    return [f"{one} {other}" for one, other in zip(read, again, strict=True) if one != other]
+    return [f"{first} {other}" for first, other in zip(read, again, strict=True) if first != other]
 
 
 def test_norms_that_are_kept_over_steps_stay_as_they_were_measured(workers: Callable[[int], Pool]) -> None:

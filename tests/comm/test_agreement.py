@@ -34,26 +34,28 @@ AGREEMENT = Agreement(
     Field("number", 64, "equal"),
     Field("one"),
 )
-WAYS = ("flags", "sum", "sum of nothing", "largest")
+REDUCTIONS = ("flags", "sum", "sum of nothing", "largest")
 
 
-def asked(said: dict[str, Said], way: str) -> Agreed:
+def ask_by(fields: dict[str, Said], reduction: str) -> Agreed:
     """Ask by each way in which the package does: flags alone, or beside other values."""
     communicator = Communicator(tuple(range(RANKS)), dist.group.WORLD)
-    if way == "flags":
-        return communicator.ask(AGREEMENT, said, torch.device("cpu"), "a test")
-    op = dist.ReduceOp.MAX if way == "largest" else dist.ReduceOp.SUM
-    values = torch.full((0,) if way == "sum of nothing" else (2, 3), 1.5 + dist.get_rank(), dtype=torch.float64)
-    found, agreed = AGREEMENT.ask(said, values, partial(communicator.reduce, op=op, name="a test"))
-    assert torch.equal(found, torch.full_like(values, 3.5 if way == "largest" else 1.5 * RANKS + 3)), "values are apart"
+    if reduction == "flags":
+        return communicator.ask(AGREEMENT, fields, torch.device("cpu"), "a test")
+    op = dist.ReduceOp.MAX if reduction == "largest" else dist.ReduceOp.SUM
+    values = torch.full((0,) if reduction == "sum of nothing" else (2, 3), 1.5 + dist.get_rank(), dtype=torch.float64)
+    reduced, agreed = AGREEMENT.ask(fields, values, partial(communicator.reduce, op=op, name="a test"))
+    assert torch.equal(reduced, torch.full_like(values, 3.5 if reduction == "largest" else 1.5 * RANKS + 3)), (
+        "values are apart"
+    )
     return agreed
 
 
-def answers(said: list[dict[str, Any]], way: str, tensors: bool) -> dict[str, Any]:
-    mine: dict[str, Said] = said[dist.get_rank()]
+def answers(per_rank: list[dict[str, Any]], reduction: str, tensors: bool) -> dict[str, Any]:
+    fields: dict[str, Said] = per_rank[dist.get_rank()]
     if tensors:
-        mine = {name: torch.tensor(value) for name, value in mine.items() if value is not None}
-    agreed = asked(mine, way)
+        fields = {name: torch.tensor(value) for name, value in fields.items() if value is not None}
+    agreed = ask_by(fields, reduction)
     single = ("error", "replan", "follows", "one", "some", "none")
     tensors_told: dict[str, Tensor] = {name: agreed.any(name) for name in single}
     tensors_told |= {f"each {name}": agreed.answers(name) for name in ("some", "alike")}
@@ -63,21 +65,22 @@ def answers(said: list[dict[str, Any]], way: str, tensors: bool) -> dict[str, An
     return {name: answer.tolist() for name, answer in tensors_told.items()}
 
 
-def expected(said: list[dict[str, Any]]) -> dict[str, Any]:
+def expected(per_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """The same by hand."""
 
-    def each(name: str) -> list[list[int]]:
-        rows = [list(AGREEMENT.silence(name)) if some.get(name) is None else some[name] for some in said]
+    def columns_of(name: str) -> list[list[int]]:
+        rows = [list(AGREEMENT.silence(name)) if fields.get(name) is None else fields[name] for fields in per_rank]
         return [list(column) for column in zip(*([r] if isinstance(r, bool) else list(r) for r in rows), strict=True)]
 
     yes = {
-        name: [1 in column for column in each(name)] for name in ("error", "replan", "follows", "one", "some", "none")
+        name: [1 in column for column in columns_of(name)]
+        for name in ("error", "replan", "follows", "one", "some", "none")
     }
-    found: dict[str, Any] = {name: any(columns) for name, columns in yes.items()}
-    found |= {"each some": yes["some"], "each alike": [1 in column for column in each("alike")]}
-    differ = {name: [{0, 1} <= set(column) for column in each(name)] for name in ("alike", "number")}
-    found |= {f"{name} differs": columns for name, columns in differ.items()}
-    return found | {"differs": any(map(any, differ.values())), "error or one": found["error"] or found["one"]}
+    flags: dict[str, Any] = {name: any(columns) for name, columns in yes.items()}
+    flags |= {"each some": yes["some"], "each alike": [1 in column for column in columns_of("alike")]}
+    differ = {name: [{0, 1} <= set(column) for column in columns_of(name)] for name in ("alike", "number")}
+    flags |= {f"{name} differs": columns for name, columns in differ.items()}
+    return flags | {"differs": any(map(any, differ.values())), "error or one": flags["error"] or flags["one"]}
 
 
 def cases() -> list[list[dict[str, Any]]]:
@@ -107,17 +110,17 @@ def cases() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_rank_reads_the_same_answers(workers, way: str, tensors: bool) -> None:
-    for said in cases():
-        plain = [{name: list(v) if isinstance(v, bytes) else v for name, v in some.items()} for some in said]
-        told = workers(RANKS).run(answers, plain if tensors else said, way, tensors)
-        assert told == [expected(plain)] * RANKS
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_rank_reads_the_same_answers(workers, reduction: str, tensors: bool) -> None:
+    for per_rank in cases():
+        plain = [{name: list(v) if isinstance(v, bytes) else v for name, v in fields.items()} for fields in per_rank]
+        outcomes = workers(RANKS).run(answers, plain if tensors else per_rank, reduction, tensors)
+        assert outcomes == [expected(plain)] * RANKS
 
 
 def stances(changed: list[bool], failed: list[bool], waits: bool) -> bool:
     me = dist.get_rank()
-    agreed = asked(standing(ValueError() if failed[me] else None, follows=not changed[me]), "sum")
+    agreed = ask_by(standing(ValueError() if failed[me] else None, follows=not changed[me]), "sum")
     return agreed.plan_again(waits=waits, follows=not changed[me])
 
 
@@ -142,8 +145,8 @@ def test_silence_says_nothing() -> None:
         "alike": [SILENT] * 4,
         "none": [],
     }
-    said = {name: AGREEMENT.silence(name) for name in AGREEMENT.ones}
-    assert not AGREEMENT.vector(said, torch.device("cpu")).any()
+    fields = {name: AGREEMENT.silence(name) for name in AGREEMENT.ones}
+    assert not AGREEMENT.vector(fields, torch.device("cpu")).any()
 
 
 def test_answers_of_another_number_are_refused() -> None:

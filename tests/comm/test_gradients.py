@@ -37,27 +37,27 @@ def parameters(dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(value.to(dtype)) for name, value in problem.initial().items()}
 
 
-def groups(held: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    muon = [name for name in held if problem.PARAMETERS[name][1] != "adamw"]
-    rest = [name for name in held if name not in muon]
+def groups(weights: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    muon = [name for name in weights if problem.PARAMETERS[name][1] != "adamw"]
+    rest = [name for name in weights if name not in muon]
     specs = [problem.PARAMETERS[name][1] for name in muon]
     return [
-        {"name": "muon", "params": [held[n] for n in muon], "param_names": muon, "matrices": specs},
-        {"name": "rest", "algorithm": "adamw", "params": [held[n] for n in rest], "param_names": rest},
+        {"name": "muon", "params": [weights[n] for n in muon], "param_names": muon, "matrices": specs},
+        {"name": "rest", "algorithm": "adamw", "params": [weights[n] for n in rest], "param_names": rest},
     ]
 
 
-def in_main_grad(held: dict[str, nn.Parameter]) -> None:
+def in_main_grad(weights: dict[str, nn.Parameter]) -> None:
     """As Megatron's DistributedDataParallel: all in one fp32 buffer, of which each parameter has a view."""
-    buffer = torch.zeros(sum(p.numel() for p in held.values()))
+    buffer = torch.zeros(sum(p.numel() for p in weights.values()))
     start = 0
-    for parameter in held.values():
+    for parameter in weights.values():
         parameter.main_grad = buffer[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
 
 
-def in_grad(held: dict[str, nn.Parameter]) -> None:
-    for parameter in held.values():
+def in_grad(weights: dict[str, nn.Parameter]) -> None:
+    for parameter in weights.values():
         parameter.grad_dtype = None  # or a bf16 parameter takes no fp32 gradient
 
 
@@ -65,76 +65,83 @@ def train(
     kept_in: str, clip: dict[str, Any] | None, *, seed: int = 0, **settings: Any
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """Step four times; return weights and state, and what clipping and metrics said."""
-    held = parameters()
-    in_main_grad(held) if kept_in == "main_grad" else in_grad(held)
+    weights = parameters()
+    in_main_grad(weights) if kept_in == "main_grad" else in_grad(weights)
     settings = {**SETTINGS, **({"gradients": MainGrad()} if kept_in == "main_grad" else {}), **settings}
-    optimizer = mm.Muon(groups(held), **settings)
-    told: list[Any] = []
+    optimizer = mm.Muon(groups(weights), **settings)
+    reports: list[Any] = []
     for step in range(4):
         # Zero for one matrix: it is left alone, wherever the zeros are read.
-        given = {name: g * (name != "wide" or step < 2) for name, g in problem.gradients(step + seed).items()}
-        for name, parameter in held.items():
+        gradients = {name: g * (name != "wide" or step < 2) for name, g in problem.gradients(step + seed).items()}
+        for name, parameter in weights.items():
             if kept_in == "main_grad":
-                parameter.main_grad.copy_(given[name])
+                parameter.main_grad.copy_(gradients[name])
             else:
-                parameter.grad = given[name].clone()
+                parameter.grad = gradients[name].clone()
         if clip is not None:
             norms = optimizer.clip_grad_norm_(**clip)
-            told.append([float(norm) for norm in (norms.total, norms.muon, norms.adamw, norms.skipped)])
+            reports.append([float(norm) for norm in (norms.total, norms.muon, norms.adamw, norms.skipped)])
         optimizer.step()
-        told.append(optimizer.metrics())
-    found = {name: parameter.detach().clone() for name, parameter in held.items()}
-    found |= {f"{n}.{k}": v for n, p in held.items() for k, v in optimizer.state[p].items()}
-    found |= {f"{n}.gradient": (p.main_grad if kept_in == "main_grad" else p.grad).clone() for n, p in held.items()}
-    return found, told
+        reports.append(optimizer.metrics())
+    results = {name: parameter.detach().clone() for name, parameter in weights.items()}
+    results |= {f"{n}.{k}": v for n, p in weights.items() for k, v in optimizer.state[p].items()}
+    results |= {
+        f"{n}.gradient": (p.main_grad if kept_in == "main_grad" else p.grad).clone() for n, p in weights.items()
+    }
+    return results, reports
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 def test_main_grad_is_the_same_as_an_fp32_grad_bit_for_bit(clip: dict[str, Any] | None) -> None:
     """Weights, state, clipped gradients, norms and metrics: bf16 parameters, gradients that bf16 could not hold."""
-    (ours, told), (theirs, heard) = train("main_grad", clip), train("grad", clip)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert told == heard
-    assert any(not torch.equal(g, g.bfloat16().float()) for name, g in ours.items() if name.endswith(".gradient"))
+    (main, main_reports), (plain, plain_reports) = train("main_grad", clip), train("grad", clip)
+    assert main.keys() == plain.keys()
+    assert [name for name in main if not torch.equal(main[name], plain[name])] == []
+    assert main_reports == plain_reports
+    assert any(not torch.equal(g, g.bfloat16().float()) for name, g in main.items() if name.endswith(".gradient"))
 
 
 def test_a_matrix_whose_main_grad_is_zero_is_left_alone() -> None:
-    held = parameters()
-    in_main_grad(held)
-    optimizer = mm.Muon(groups(held), gradients=MainGrad())
-    before = {name: parameter.detach().clone() for name, parameter in held.items()}
-    held["wide"].main_grad.fill_(0.1)
+    weights = parameters()
+    in_main_grad(weights)
+    optimizer = mm.Muon(groups(weights), gradients=MainGrad())
+    before = {name: parameter.detach().clone() for name, parameter in weights.items()}
+    weights["wide"].main_grad.fill_(0.1)
     optimizer.step()
     moved = {name for name, spec in problem.PARAMETERS.items() if spec[1] != "adamw"}
-    moved = {name for name in moved if not torch.equal(before[name], held[name])}
+    moved = {name for name in moved if not torch.equal(before[name], weights[name])}
     assert moved == {"wide"}
 
 
 def test_zero_grad_zeroes_the_buffer_and_keeps_it() -> None:
-    held = parameters()
-    in_main_grad(held)
-    views = {name: parameter.main_grad for name, parameter in held.items()}
-    optimizer = mm.Muon(groups(held), gradients=MainGrad())
-    for parameter in held.values():
+    weights = parameters()
+    in_main_grad(weights)
+    views = {name: parameter.main_grad for name, parameter in weights.items()}
+    optimizer = mm.Muon(groups(weights), gradients=MainGrad())
+    for parameter in weights.values():
         parameter.main_grad.fill_(1.0)
     optimizer.zero_grad()
-    assert all(held[name].main_grad is view and not view.any() for name, view in views.items())
+    assert all(weights[name].main_grad is view and not view.any() for name, view in views.items())
 
 
 def test_main_grad_is_read_where_it_lies() -> None:
-    held = parameters()
-    in_main_grad(held)
-    optimizer = mm.Muon(groups(held), gradients=MainGrad(), **SETTINGS)
+    weights = parameters()
+    in_main_grad(weights)
+    optimizer = mm.Muon(groups(weights), gradients=MainGrad(), **SETTINGS)
     optimizer.step()
-    kept = optimizer._runtime
-    assert kept.planned is not None
-    collected = collect(kept.planned, optimizer, kept, None)
-    read = {entry.member.name: entry.gradient for some in (collected.muon, *collected.adamw) for entry in some if entry}
-    assert read.keys() == held.keys()
+    runtime = optimizer._runtime
+    assert runtime.planned is not None
+    collected = collect(runtime.planned, optimizer, runtime, None)
+    read = {
+        entry.member.name: entry.gradient
+        for entries in (collected.muon, *collected.adamw)
+        for entry in entries
+        if entry
+    }
+    assert read.keys() == weights.keys()
     for name, gradient in read.items():
         assert isinstance(gradient, Tensor)
-        assert gradient.data_ptr() == held[name].main_grad.data_ptr(), name
+        assert gradient.data_ptr() == weights[name].main_grad.data_ptr(), name
 
 
 def test_a_gradient_that_never_reached_main_grad_is_an_error() -> None:
@@ -185,88 +192,90 @@ class Copies(mm.GradientSource):
     """An engine that hands out copies: what is not written back is lost."""
 
     def __init__(self) -> None:
-        self.kept: dict[Tensor, Tensor] = {}
+        self.copies: dict[Tensor, Tensor] = {}
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        kept = self.kept.get(parameter)
-        return None if kept is None else kept.clone()
+        gradient = self.copies.get(parameter)
+        return None if gradient is None else gradient.clone()
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        self.kept.pop(parameter, None) if gradient is None else self.kept.__setitem__(parameter, gradient)
+        self.copies.pop(parameter, None) if gradient is None else self.copies.__setitem__(parameter, gradient)
 
 
 @pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
 def test_clipping_writes_back_through_the_source(policy: Any) -> None:
-    source, held, plain = Copies(), parameters(torch.float32), parameters(torch.float32)
-    ours = mm.Muon(groups(held), gradients=source, **SETTINGS)
-    theirs = mm.Muon(groups(plain), **SETTINGS)
+    source, weights, plain = Copies(), parameters(torch.float32), parameters(torch.float32)
+    by_source = mm.Muon(groups(weights), gradients=source, **SETTINGS)
+    by_grad = mm.Muon(groups(plain), **SETTINGS)
     for step in range(3):
         for name, gradient in problem.gradients(step).items():
-            source.kept[held[name]] = gradient * 10.0**step
+            source.copies[weights[name]] = gradient * 10.0**step
             plain[name].grad = gradient * 10.0**step
-        for optimizer in (ours, theirs):
+        for optimizer in (by_source, by_grad):
             optimizer.clip_grad_norm_(0.01, policy=policy)
-        changed = [not torch.equal(source.kept[held[n]], g * 10.0**step) for n, g in problem.gradients(step).items()]
-        assert all(torch.equal(source.kept[held[name]], plain[name].grad) for name in held)
-        for optimizer in (ours, theirs):
+        changed = [
+            not torch.equal(source.copies[weights[n]], g * 10.0**step) for n, g in problem.gradients(step).items()
+        ]
+        assert all(torch.equal(source.copies[weights[name]], plain[name].grad) for name in weights)
+        for optimizer in (by_source, by_grad):
             optimizer.step()
     assert any(changed)
-    assert all(torch.equal(held[name], plain[name]) for name in held)
-    ours.zero_grad()
-    assert source.kept == {}
+    assert all(torch.equal(weights[name], plain[name]) for name in weights)
+    by_source.zero_grad()
+    assert source.copies == {}
 
 
 def test_what_others_count_is_left_out_of_norms() -> None:
     """The last pipeline stage's copy of a tied embedding: Megatron marks it shared. It is clipped like the rest."""
-    held = parameters(torch.float32)
-    in_main_grad(held)
+    weights = parameters(torch.float32)
+    in_main_grad(weights)
     for name, gradient in problem.gradients(0).items():
-        held[name].main_grad.copy_(gradient)
-    rest = [name for name in held if problem.PARAMETERS[name][1] == "adamw"]
-    others = sum(float(held[name].main_grad.double().square().sum()) for name in rest[1:])
-    held[rest[0]].shared = True
-    optimizer = mm.Muon(groups(held), gradients=MainGrad(), **SETTINGS)
+        weights[name].main_grad.copy_(gradient)
+    rest = [name for name in weights if problem.PARAMETERS[name][1] == "adamw"]
+    others = sum(float(weights[name].main_grad.double().square().sum()) for name in rest[1:])
+    weights[rest[0]].shared = True
+    optimizer = mm.Muon(groups(weights), gradients=MainGrad(), **SETTINGS)
     assert float(optimizer.clip_grad_norm_(float("inf")).adamw) == pytest.approx(others**0.5)
-    before = held[rest[0]].main_grad.clone()
+    before = weights[rest[0]].main_grad.clone()
     optimizer.clip_grad_norm_(0.5 * others**0.5)
-    assert torch.allclose(held[rest[0]].main_grad, 0.5 * before, rtol=1e-4)  # the factor has a 1e-6 below it
+    assert torch.allclose(weights[rest[0]].main_grad, 0.5 * before, rtol=1e-4)  # the factor has a 1e-6 below it
 
 
 @pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
 def test_what_is_measured_apart_is_clipped_as_an_optimizer_of_its_own_clips_it(policy: Any) -> None:
     """Megatron's ``grad_norm_group``: neither part's norm, threshold or limits know of the other's gradients."""
-    together = parameters(torch.float32)
-    in_main_grad(together)
-    apart = {name for number, name in enumerate(together) if number % 2}
+    weights = parameters(torch.float32)
+    in_main_grad(weights)
+    apart = {name for number, name in enumerate(weights) if number % 2}
     for name in apart:
-        together[name].grad_norm_group = "mtp"
+        weights[name].grad_norm_group = "mtp"
     parts = [parameters(torch.float32), parameters(torch.float32)]
-    for held in parts:
-        in_main_grad(held)
-    ours = mm.Muon(groups(together), gradients=MainGrad(), **SETTINGS)
+    for model in parts:
+        in_main_grad(model)
+    joint = mm.Muon(groups(weights), gradients=MainGrad(), **SETTINGS)
     alone = []
-    for part, held in enumerate(parts):
-        names = {name: p for name, p in held.items() if (name in apart) == bool(part)}
+    for part, model in enumerate(parts):
+        names = {name: p for name, p in model.items() if (name in apart) == bool(part)}
         alone.append(mm.Muon([g for g in groups(names) if g["params"]], gradients=MainGrad(), **SETTINGS))
     for step in range(2):
         for name, gradient in problem.gradients(step).items():
-            for held in (together, *parts):
-                held[name].main_grad.copy_(gradient * (1e2**step if name in apart else 1.0))
-        norms = ours.clip_grad_norm_(0.5, policy=policy, skip_above=1e12)
+            for model in (weights, *parts):
+                model[name].main_grad.copy_(gradient * (1e2**step if name in apart else 1.0))
+        norms = joint.clip_grad_norm_(0.5, policy=policy, skip_above=1e12)
         main, other = (
             alone[0].clip_grad_norm_(0.5, policy=policy, skip_above=1e12),
             alone[1].clip_grad_norm_(0.5, policy=policy),
         )
         assert (float(norms), float(norms.apart["mtp"])) == (float(main), float(other))
         assert not norms.skipped
-        for optimizer in (ours, *alone):
+        for optimizer in (joint, *alone):
             optimizer.step()
-        for name, parameter in together.items():
+        for name, parameter in weights.items():
             same = parts[name in apart][name]
             assert torch.equal(parameter.main_grad, same.main_grad)
             assert torch.equal(parameter, same)
-    together[next(iter(apart))].main_grad.fill_(float("nan"))
-    assert ours.clip_grad_norm_(0.5, policy=policy).skipped
+    weights[next(iter(apart))].main_grad.fill_(float("nan"))
+    assert joint.clip_grad_norm_(0.5, policy=policy).skipped
 
 
 def test_a_norm_of_its_own_that_megatron_does_not_know_is_refused() -> None:
@@ -281,19 +290,19 @@ def test_a_norm_of_its_own_that_megatron_does_not_know_is_refused() -> None:
 
 
 def test_copies_of_an_optimizer_have_the_source_too() -> None:
-    held = parameters()
-    in_main_grad(held)
-    optimizer = mm.Muon(groups(held), gradients=MainGrad())
+    weights = parameters()
+    in_main_grad(weights)
+    optimizer = mm.Muon(groups(weights), gradients=MainGrad())
     assert copy.deepcopy(optimizer).gradients is optimizer.gradients
     assert isinstance(pickle.loads(pickle.dumps(optimizer)).gradients, MainGrad)
-    optimizer.gradients = other = Shared(held.items())
+    optimizer.gradients = other = Shared(weights.items())
     assert optimizer.gradients is other
 
 
-@pytest.mark.parametrize("given", ["main_grad", MainGrad, object()])
-def test_what_is_no_source_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("source", ["main_grad", MainGrad, object()])
+def test_what_is_no_source_is_refused(source: Any) -> None:
     with pytest.raises(TypeError, match=r"gradients: found .*; needed a GradientSource\. Derive its class from"):
-        mm.Muon([nn.Parameter(torch.ones(2, 2))], gradients=given)
+        mm.Muon([nn.Parameter(torch.ones(2, 2))], gradients=source)
 
 
 # ------------------------------------------------------------------ two ranks
@@ -301,31 +310,31 @@ def test_what_is_no_source_is_refused(given: Any) -> None:
 
 def under_ddp(kept_in: str) -> tuple[dict[str, Tensor], int]:
     """Two ranks with the same gradients; the data-parallel group comes from the source, or from process_group=."""
-    held = parameters()
+    weights = parameters()
     if kept_in == "main_grad":
-        in_main_grad(held)
-        optimizer = mm.Muon(groups(held), gradients=Shared(data_parallel=dist.group.WORLD), **SETTINGS)
+        in_main_grad(weights)
+        optimizer = mm.Muon(groups(weights), gradients=Shared(data_parallel=dist.group.WORLD), **SETTINGS)
     else:
-        in_grad(held)
-        optimizer = mm.Muon(groups(held), process_group="world", **SETTINGS)
+        in_grad(weights)
+        optimizer = mm.Muon(groups(weights), process_group="world", **SETTINGS)
     for step in range(3):
         for name, gradient in problem.gradients(step).items():
             if kept_in == "main_grad":
-                held[name].main_grad.copy_(gradient)
+                weights[name].main_grad.copy_(gradient)
             else:
-                held[name].grad = gradient
+                weights[name].grad = gradient
         optimizer.clip_grad_norm_(0.5, policy="all")
         optimizer.step()
-    found = {name: parameter.detach().clone() for name, parameter in held.items()}
-    return found, optimizer.counts.orthogonalized
+    results = {name: parameter.detach().clone() for name, parameter in weights.items()}
+    return results, optimizer.counts.orthogonalized
 
 
 def test_the_group_of_the_source_divides_the_work(workers) -> None:
-    ours, theirs = (workers(2).run(under_ddp, kept_in) for kept_in in ("main_grad", "grad"))
-    for (mine, count), (other, same_count) in zip(ours, theirs, strict=True):
-        assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
+    from_source, from_argument = (workers(2).run(under_ddp, kept_in) for kept_in in ("main_grad", "grad"))
+    for (weights, count), (other, same_count) in zip(from_source, from_argument, strict=True):
+        assert [name for name in weights if not torch.equal(weights[name], other[name])] == []
         assert count == same_count
-    assert all(count > 0 for _, count in ours)
+    assert all(count > 0 for _, count in from_source)
 
 
 def with_experts() -> tuple[list[tuple[int, ...]], bool]:
@@ -369,9 +378,9 @@ def test_replicas_compare_a_gradient_without_a_wide_copy_of_it(monkeypatch: pyte
     """Of an embedding of a billion elements in bf16, a copy in fp64 would take 8 GB in the first step."""
     monkeypatch.setattr(replicas, "_AT_ONCE", 64)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         norm, product = replicas._sums_of(gradient)
-    assert max(event.self_cpu_memory_usage for event in seen.events()) <= 64 * 8
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 64 * 8
     assert norm == pytest.approx(float(gradient.double().norm()), rel=1e-12)
     wave = torch.arange(gradient.numel(), dtype=torch.float64).remainder(64).cos().view(shape)
     assert product == pytest.approx(float((gradient.double() * wave).sum()), rel=1e-12, abs=1e-12)

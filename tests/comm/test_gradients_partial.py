@@ -22,37 +22,37 @@ SHAPES = {"muon": (6, 4), "adamw": (5,)}
 
 def parts(shape: tuple[int, ...]) -> list[Tensor]:
     """The part of each rank; the last has none, which counts as zero."""
-    found = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
-    return [*found[:-1], torch.zeros(shape)]
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
+    return [*values[:-1], torch.zeros(shape)]
 
 
 def by_torch(op: str, algorithm: str) -> tuple[float, float, float, bool]:
     """Norm by ours, by torch's of the reduced gradient; largest difference of a step from one with that gradient."""
     mesh, shape, last = init_device_mesh("cpu", (2,)), SHAPES[algorithm], dist.get_rank() == dist.get_world_size() - 1
-    part, given = (
+    part, gradient = (
         DTensor.from_local(parts(shape)[dist.get_rank()], mesh, [Partial(op)], run_check=False) for _ in range(2)
     )
     expected = part.full_tensor()
     weight = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Replicate()]))
     optimizer = mm.Muon([{"params": [("w", weight)], "algorithm": algorithm}], **FP32)
-    weight.grad = given
-    ours = float(optimizer.clip_grad_norm_(float("inf")))
+    weight.grad = gradient
+    norm = float(optimizer.clip_grad_norm_(float("inf")))
     twin = nn.Parameter(torch.ones(shape))
     twin.grad = expected.clone()
-    theirs = float(torch.nn.utils.clip_grad_norm_([twin], float("inf")))
+    torch_norm = float(torch.nn.utils.clip_grad_norm_([twin], float("inf")))
     weight.grad = None if last else part
     optimizer.step()
     mm.Muon([{"params": [("w", twin)], "algorithm": algorithm}], process_group="local", **FP32).step()
-    return ours, theirs, float((local_of(weight) - twin).abs().max()), weight.grad is None or weight.grad is part
+    return norm, torch_norm, float((local_of(weight) - twin).abs().max()), weight.grad is None or weight.grad is part
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 def test_a_partial_gradient_is_reduced_as_torch_does(workers, op: str, algorithm: str) -> None:
-    for ours, theirs, difference, kept in workers(2).run(by_torch, op, algorithm):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+    for norm, torch_norm, difference, unchanged in workers(2).run(by_torch, op, algorithm):
+        assert norm == pytest.approx(torch_norm, rel=1e-6)
         assert difference == 0.0
-        assert kept
+        assert unchanged
 
 
 def in_two_ways(ops: list[str]) -> None:

@@ -32,12 +32,12 @@ SOME = ("square", "qkv", "gate_up", "neox", "few", "embedding", "norm", "bias")
 def offsets() -> tuple[dict[str, int], int]:
     """Where parameters begin in a buffer of which each of four ranks gets whole rows of all of them; and its size."""
     rows = {name: math.prod(problem.PARAMETERS[name][0][1:]) for name in SOME}
-    first, found = 0, {}
+    first, starts = 0, {}
     for name in SOME:
-        found[name] = -(-first // rows[name]) * rows[name]
-        first = found[name] + math.prod(problem.PARAMETERS[name][0])
+        starts[name] = -(-first // rows[name]) * rows[name]
+        first = starts[name] + math.prod(problem.PARAMETERS[name][0])
     step = 4 * math.lcm(*rows.values())
-    return found, -(-first // step) * step
+    return starts, -(-first // step) * step
 
 
 def making(how: str) -> Making:
@@ -59,17 +59,17 @@ def making(how: str) -> Making:
 def stepped(how: str, settings: dict[str, Any]) -> list[str]:
     """Three steps, the last by an optimizer that loads what the first saved; return what differs from one process."""
     names = SOME if how.startswith("megatron") else tuple(problem.PARAMETERS)
-    held = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
+    holding = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
     settings = {**problem.SETTINGS, "compute_dtype": torch.float32, **settings}
-    optimizer = mm.Muon(held.groups, **settings)
+    optimizer = mm.Muon(holding.groups, **settings)
     for step in range(3):
-        held.give({name: problem.gradients(step)[name] for name in names})
+        holding.give({name: problem.gradients(step)[name] for name in names})
         optimizer.step()
         if step == 1:
-            saved, optimizer = optimizer.state_dict(), mm.Muon(held.groups, **settings)
+            saved, optimizer = optimizer.state_dict(), mm.Muon(holding.groups, **settings)
             optimizer.load_state_dict(saved)
     reference = problem.alone(3, **settings)
-    return problem.differing(held.whole(optimizer), {k: v for k, v in reference.items() if k.split(".")[0] in names})
+    return problem.differing(holding.whole(optimizer), {k: v for k, v in reference.items() if k.split(".")[0] in names})
 
 
 HOW = (
@@ -108,18 +108,18 @@ class Marked:
     """As FlexShard's `GroupedRaggedShard` would be without its units: says nothing that can be read."""
 
 
-def read_said(name: str, tensor: Any) -> Any:
+def read_answer(name: str, tensor: Any) -> Any:
     """Read tensors that tests have marked."""
-    return getattr(tensor, "said", None)
+    return getattr(tensor, "answer", None)
 
 
-def refused(what: str) -> str:
+def refused(case: str) -> str:
     mesh, value = mesh_of((2,)), torch.randn(6, 4)
-    if what == "buffer":
+    if case == "buffer":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("inner",))
     rank = dist.get_rank()
     local = value[rank * 3 :][:3].clone()
-    if what == "flex":
+    if case == "flex":
         parameter: Any = nn.Parameter(local)
         parameter._placements, parameter._mesh, parameter._global_shape = (Marked(),), mesh, value.shape
     else:
@@ -133,24 +133,24 @@ def refused(what: str) -> str:
             "units": lambda: RaggedShard((0,), (1, 1, 1)),
             "other units": lambda: RaggedShard((0,), (1, 2)),
             "inside a row": lambda: RaggedShard((0,), (5, 7)),
-        }[what]()
-        if what == "uneven":  # the rows of a rank are not those that the placement says; on one of the ranks alone
+        }[case]()
+        if case == "uneven":  # the rows of a rank are not those that the placement says; on one of the ranks alone
             local = value[:3].clone() if rank == 0 else value[2:].clone()
         parameter = dtensor(local, mesh, [placement], value)
-        if what == "buffer":  # as of a Megatron-FSDP that keeps its buffers elsewhere
+        if case == "buffer":  # as of a Megatron-FSDP that keeps its buffers elsewhere
             parameter.megatron_fsdp_dist_index = SimpleNamespace(dp_shard_dim="inner", dp_outer_dim="outer")
-        if what == "answer":
-            mm.register_layout_reader(read_said)
-            parameter.said = mesh, [Shard(0)]
+        if case == "answer":
+            mm.register_layout_reader(read_answer)
+            parameter.answer = mesh, [Shard(0)]
     groups = [{"params": [("weight", parameter)], "matrices": ["whole"]}]
-    parameter.grad = local.clone() if what == "flex" else dtensor(local.clone(), mesh, [placement], value)
+    parameter.grad = local.clone() if case == "flex" else dtensor(local.clone(), mesh, [placement], value)
     with pytest.raises((mm.LayoutError, PlanError)) as raised:  # of another rank's error a rank says that rank
         mm.Muon(groups, compute_dtype=torch.float32).step()
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("case", "words"),
     [
         ("unknown", "Unheard"),
         ("derived", "a Ours of tests.comm.test_layout_readers"),
@@ -164,10 +164,10 @@ def refused(what: str) -> str:
         ("inside a row", "a whole part of the dims"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_on_every_rank(workers, what: str, said: str) -> None:
-    for message in workers(2).run(refused, what):
+def test_what_cannot_be_read_is_an_error_on_every_rank(workers, case: str, words: str) -> None:
+    for message in workers(2).run(refused, case):
         assert "weight" in message
-        assert said in message, message
+        assert words in message, message
 
 
 def described() -> list[bool]:
@@ -181,9 +181,9 @@ def described() -> list[bool]:
     alone = nn.Parameter(value.clone())
     alone.grad = torch.sin(value)
     layouts = {"weight": mm.FlatShards.cut((6, 4), (0, 1), borders)}
-    one = mm.Muon([{"params": [("weight", parameter)]}], layouts=layouts, compute_dtype=torch.float32)
-    two = mm.Muon([{"params": [("weight", alone)]}], process_group="local", compute_dtype=torch.float32)
-    one.step(), two.step()
+    sharded = mm.Muon([{"params": [("weight", parameter)]}], layouts=layouts, compute_dtype=torch.float32)
+    single = mm.Muon([{"params": [("weight", alone)]}], process_group="local", compute_dtype=torch.float32)
+    sharded.step(), single.step()
     return [torch.equal(local, alone.detach().flatten()[borders[rank] : borders[rank + 1]])]
 
 
@@ -195,9 +195,9 @@ class Rows(nn.Parameter):
     """A shard of a framework of one's own: a plain tensor that knows its mesh and the shape of the whole."""
 
 
-def stepped_by_rows(said: str) -> str:
+def stepped_by_rows(answer: str) -> str:
     """Three steps of all parameters, of which a registered reader says where they lie; return what differs."""
-    assert mm.register_layout_reader(read_said) is read_said
+    assert mm.register_layout_reader(read_answer) is read_answer
     mesh, rank = mesh_of((2,)), dist.get_rank()
 
     def make(name: str, value: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -206,28 +206,28 @@ def stepped_by_rows(said: str) -> str:
 
         parameter: Any = Rows(cut(value))
         whole = tuple(value.shape)
-        parameter.said = (mesh, [Shard(0)], whole) if said == "placements" else 7
+        parameter.answer = (mesh, [Shard(0)], whole) if answer == "placements" else 7
         return parameter, cut
 
-    held = held_by(make, problem.PARAMETERS, problem.initial())
+    holding = held_by(make, problem.PARAMETERS, problem.initial())
     settings = {**problem.SETTINGS, "compute_dtype": torch.float32}
     try:
-        optimizer = mm.Muon(held.groups, **settings)
+        optimizer = mm.Muon(holding.groups, **settings)
         for step in range(3):
-            held.give(problem.gradients(step))
+            holding.give(problem.gradients(step))
             optimizer.step()
     except (mm.LayoutError, PlanError) as error:
         return str(error)
-    return str(problem.differing(held.whole(optimizer), problem.alone(3, **settings)))
+    return str(problem.differing(holding.whole(optimizer), problem.alone(3, **settings)))
 
 
 def test_a_reader_of_ones_own_says_where_plain_shards_lie(workers: Any) -> None:
     assert workers(2).run(stepped_by_rows, "placements") == ["[]"] * 2
-    for told in workers(2).run(stepped_by_rows, "a number"):
-        assert "found layout reader's answer 7; needed (mesh, placements)" in told, told
+    for message in workers(2).run(stepped_by_rows, "a number"):
+        assert "found layout reader's answer 7; needed (mesh, placements)" in message, message
 
 
 def test_what_is_no_reader_is_refused() -> None:
-    for given in (None, "muonmesh.integrations.megatron_fsdp", 7):
+    for reader in (None, "muonmesh.integrations.megatron_fsdp", 7):
         with pytest.raises(TypeError, match=r"^register_layout_reader: found .*needed a function of \(name, tensor\)"):
-            mm.register_layout_reader(given)  # type: ignore[arg-type]
+            mm.register_layout_reader(reader)  # type: ignore[arg-type]

@@ -29,9 +29,9 @@ def of_two_while_the_default_group_has_a_device() -> tuple[float, Any, Any]:
     try:
         if dist.get_rank() == 2:
             return 2.0, None, everyone.bound_device_id == bound
-        made: Any = process_groups.new_group([0, 1])
-        dist.all_reduce(total, group=made)
-        return float(total), made.bound_device_id, everyone.bound_device_id == bound
+        group: Any = process_groups.new_group([0, 1])
+        dist.all_reduce(total, group=group)
+        return float(total), group.bound_device_id, everyone.bound_device_id == bound
     finally:
         everyone.bound_device_id = None
 
@@ -54,8 +54,8 @@ def with_another_torch() -> str:
 
 def test_a_torch_that_names_groups_otherwise_is_refused(workers: Any) -> None:
     """Members that are in other numbers of groups would wait for each other for ever."""
-    for told in workers(2).run(with_another_torch):
-        assert "which names groups in another way; needed a version that muonmesh knows" in told
+    for message in workers(2).run(with_another_torch):
+        assert "which names groups in another way; needed a version that muonmesh knows" in message
 
 
 def test_a_lack_of_memory_is_not_told_as_ranks_that_did_not_come() -> None:
@@ -79,8 +79,8 @@ def by_which_device(index: int | None) -> str:
 
 def test_messages_ask_for_the_device_of_the_parameters(workers: Any) -> None:
     """Torch would take the current device, which several ranks may have in common."""
-    assert all("Cannot access accelerator device" in told for told in workers(2).run(by_which_device, 1))
-    assert all("not compiled with CUDA" in told for told in workers(2).run(by_which_device, None))
+    assert all("Cannot access accelerator device" in message for message in workers(2).run(by_which_device, 1))
+    assert all("not compiled with CUDA" in message for message in workers(2).run(by_which_device, None))
 
 
 def after_a_plan() -> tuple[str, list[str]]:

@@ -90,8 +90,8 @@ class Two(Batching):
 class Own(Schedule):
     """With memory of its own, although all ranks are in one thread."""
 
-    def _memory(self, role: str, turn: int, numel: int) -> Tensor:
-        return super()._memory(f"{role} of {id(self)}", turn, numel)
+    def _memory(self, role: str, number: int, numel: int) -> Tensor:
+        return super()._memory(f"{role} of {id(self)}", number, numel)
 
 
 def schedules(plan: Plan, batching: Batching | None = None) -> list[Schedule]:
@@ -102,7 +102,7 @@ class Computed(NamedTuple):
     """A stage up to its results."""
 
     stage: Stage
-    there: Gather
+    gather: Gather
     batches: tuple[Batch, ...]
 
     @property
@@ -111,19 +111,19 @@ class Computed(NamedTuple):
 
 
 def stages_of(schedule: Schedule) -> list[Computed]:
-    there = [schedule.gather(stage) for stage in schedule.stages]
-    pairs = zip(schedule.stages, there, strict=True)
+    gathers = [schedule.gather(stage) for stage in schedule.stages]
+    pairs = zip(schedule.stages, gathers, strict=True)
     return [Computed(stage, gather, schedule.batches(stage, gather.matrices)) for stage, gather in pairs]
 
 
 def exchanges_of(schedule: Schedule, back: Computed) -> list[Scatter]:
     """The exchanges that bring the results of a stage back; results are freed as soon as a step frees them."""
-    found, results, received, sent = list[Scatter](), back.results, None, None
+    scatters, results, received, sent = list[Scatter](), back.results, None, None
     for index in range(len(back.stage.back)):
-        found.append(one := schedule.scatter(back.stage, index, results, received, sent))
-        received, sent = one.all_to_all.receive, one.all_to_all.send if one.again else None
-        results = [] if one.last else results
-    return found
+        scatters.append(scatter := schedule.scatter(back.stage, index, results, received, sent))
+        received, sent = scatter.all_to_all.receive, scatter.all_to_all.send if scatter.again else None
+        results = [] if scatter.last else results
+    return scatters
 
 
 def kept_by(schedule: Schedule) -> dict[str, Tensor]:
@@ -138,15 +138,15 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
         return pool.submit(replay).result()
 
 
-def travel(ways: list[AllToAll | None]) -> None:
+def travel(transfers: list[AllToAll | None]) -> None:
     """Move what an all-to-all moves."""
-    if ways[0] is None:
-        assert ways == [None] * len(ways)
+    if transfers[0] is None:
+        assert transfers == [None] * len(transfers)
         return
-    for sender, way in enumerate(ways):
-        assert way is not None
-        for receiver, segment in enumerate(torch.split(way.send, way.sent)):
-            other = ways[receiver]
+    for sender, transfer in enumerate(transfers):
+        assert transfer is not None
+        for receiver, segment in enumerate(torch.split(transfer.send, transfer.sent)):
+            other = transfers[receiver]
             assert other is not None
             torch.split(other.receive, other.received)[sender].copy_(segment)
 
@@ -182,8 +182,8 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
     """What every rank stores comes back to it negated, through owners that see whole matrices."""
     plan = plan_of(name, bucket_elements=bucket_elements, machine=machine)
     every = list(itertools.product(range(len(plan.parameters)), plan.ranks))
-    held = {key: stored(plan, *key) for key in every}
-    back = {key: torch.zeros_like(held[key]) for key in every}
+    shards = {key: stored(plan, *key) for key in every}
+    back = {key: torch.zeros_like(shards[key]) for key in every}
     owned = 0
     ranks = schedules(plan, Two())
     for rank, schedule in enumerate(ranks):
@@ -192,21 +192,21 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
             assert len(local.assignments) <= 2
             batch = torch.zeros(sum(map(math.prod, local.shapes)), dtype=torch.float64)
             for row, into in Elements(local.reads, (batch,)):
-                into.copy_(elements(row, held[row.parameter, rank]))
+                into.copy_(elements(row, shards[row.parameter, rank]))
             matrices = [matrix for equal in by_shape(batch, local.shapes) for matrix in equal]
             assert all(len(matrix.unique()) == matrix.numel() for matrix in matrices)  # whole: each element once
             for row, of in Elements(local.writes, (-batch,)):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     for n in range(len(ranks[0].stages)):
         stages = [stages_of(schedule)[n] for schedule in ranks]
-        for rank, one in enumerate(stages):
-            for row, into in one.there.reads:
-                into.copy_(elements(row, held[row.parameter, rank]))
-        travel([one.there.all_to_all for one in stages])
-        for rank, one in enumerate(stages):
-            for to, of in one.there.arriving:
+        for rank, computed in enumerate(stages):
+            for row, into in computed.gather.reads:
+                into.copy_(elements(row, shards[row.parameter, rank]))
+        travel([computed.gather.all_to_all for computed in stages])
+        for rank, computed in enumerate(stages):
+            for to, of in computed.gather.arriving:
                 to.copy_(of)
-            for x, out, numbers, shapes in one.batches:
+            for x, out, numbers, shapes in computed.batches:
                 assert x.shape == out.shape
                 owned += len(numbers)
                 matrices = [matrix for equal in by_shape(x, shapes) for matrix in equal]
@@ -216,19 +216,19 @@ def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_e
                     assert tuple(matrix.shape) == assignment.matrix.shape
                     assert len(matrix.unique()) == matrix.numel()  # whole: each element once
                 out.copy_(-x)
-            for row, of in Elements(one.stage.staying, one.results):
+            for row, of in Elements(computed.stage.staying, computed.results):
                 elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
         for of_all in zip(*map(exchanges_of, ranks, stages), strict=True):
-            for turn in of_all:
-                for to, of in turn.leaving:
+            for scatter in of_all:
+                for to, of in scatter.leaving:
                     to.copy_(of)
-            travel([turn.all_to_all for turn in of_all])
-            for rank, turn in enumerate(of_all):
-                for row, of in turn.arrived:
+            travel([scatter.all_to_all for scatter in of_all])
+            for rank, scatter in enumerate(of_all):
+                for row, of in scatter.arrived:
                     elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
     assert owned == len(plan.assignments)
     for key in every:
-        assert torch.equal(back[key], -held[key])
+        assert torch.equal(back[key], -shards[key])
 
 
 def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
@@ -247,7 +247,7 @@ def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_taken_for_two_buckets_however_many_there_are(name: str) -> None:
     few, many = (
-        sum(some.numel() for some in kept_by(schedules(plan_of(name, bucket_elements=1, count=count))[0]).values())
+        sum(tensor.numel() for tensor in kept_by(schedules(plan_of(name, bucket_elements=1, count=count))[0]).values())
         for count in (12, 48)
     )
     assert few == many
@@ -264,8 +264,8 @@ def test_what_a_cpu_keeps_is_within_the_budget(name: str, bucket: int) -> None:
     plan = plan_of(name, bucket_elements=bucket, budget=budget)
     if max(a.matrix.numel for a in plan.assignments) <= bucket:
         for schedule in schedules(plan):
-            kept = sum(some.nbytes for some in kept_by(schedule).values())
-            assert kept <= budget.bytes - 4 * 8 * bucket  # which are left to what threads compute in
+            memory = sum(tensor.nbytes for tensor in kept_by(schedule).values())
+            assert memory <= budget.bytes - 4 * 8 * bucket  # which are left to what threads compute in
 
 
 def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
@@ -274,12 +274,14 @@ def test_equal_shards_arrive_and_leave_in_one_copy() -> None:
     matrices = [split(str(number), (128, 64), None) for number in range(128)]
     parameters = [Parameter(str(number), layout, layout, m, (1,), "") for number, m in enumerate(matrices)]
     plan = make_plan(parameters, bucket_elements=10**6)
-    (found,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
-    (once,) = exchanges_of(schedule, found)
-    assert sum(map(len, found.stage.batches)) == 2
-    reads, *writes = (len(some.rows) for some in (found.there.reads.table, found.stage.staying, once.arrived.table))
+    (computed,) = stages_of(schedule := Schedule(plan, 9, plan.ranks, torch.float32, CPU))
+    (once,) = exchanges_of(schedule, computed)
+    assert sum(map(len, computed.stage.batches)) == 2
+    reads, *writes = (
+        len(table.rows) for table in (computed.gather.reads.table, computed.stage.staying, once.arrived.table)
+    )
     assert reads == sum(writes) == 128
-    assert len(found.there.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
+    assert len(computed.gather.arriving) == len(once.leaving) == 2 * 2  # the ranks before this one, and those behind it
 
 
 def test_results_for_many_replicas_are_passed_on() -> None:
@@ -292,13 +294,15 @@ def test_results_for_many_replicas_are_passed_on() -> None:
         plan = make_plan(parameters, bucket_elements=1000)
         assert len(plan.buckets) == 1
         schedule = Schedule(plan, 3, plan.ranks, torch.float32, CPU)
-        (found,) = stages_of(schedule)
-        exchanges = exchanges_of(schedule, found)
-        assert all(max(len(one.all_to_all.send), len(one.all_to_all.receive)) <= 64 * 96 for one in exchanges)
-        assert sum(some.numel() for some in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
+        (computed,) = stages_of(schedule)
+        exchanges = exchanges_of(schedule, computed)
+        assert all(
+            max(len(exchange.all_to_all.send), len(exchange.all_to_all.receive)) <= 64 * 96 for exchange in exchanges
+        )
+        assert sum(tensor.numel() for tensor in kept_by(schedule).values()) <= (2 + 2 + 2 + 2) * 64 * 96
         # Nothing that two ranks exchange is cut: what this rank stores of each matrix comes once.
-        arrived = [row.assignment for one in exchanges for row, _ in one.arrived]
-        staying = [row.assignment for row, _ in Elements(found.stage.staying, found.results)]
+        arrived = [row.assignment for exchange in exchanges for row, _ in exchange.arrived]
+        staying = [row.assignment for row, _ in Elements(computed.stage.staying, computed.results)]
         assert sorted([*arrived, *staying]) == list(range(len(ranks)))
 
 
@@ -312,11 +316,13 @@ def test_a_device_keeps_no_memory_and_a_cpu_does() -> None:
     assert first is not None
     assert again is not None
     assert (first.send.data_ptr(), first.receive.data_ptr()) == (again.send.data_ptr(), again.receive.data_ptr())
-    for mine, other in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
-        views = [[(row, view.shape) for row, view in each.there.reads] for each in (mine, other)]
+    for cpu_stage, device_stage in zip(stages_of(on_cpu), stages_of(on_device), strict=True):
+        views = [[(row, view.shape) for row, view in stage.gather.reads] for stage in (cpu_stage, device_stage)]
         assert views[0] == views[1]
-        for kept, given in zip(exchanges_of(on_cpu, mine), exchanges_of(on_device, other), strict=True):
-            assert [to.stride() for to, _ in kept.leaving] == [to.stride() for to, _ in given.leaving]
+        for cpu_scatter, device_scatter in zip(
+            exchanges_of(on_cpu, cpu_stage), exchanges_of(on_device, device_stage), strict=True
+        ):
+            assert [to.stride() for to, _ in cpu_scatter.leaving] == [to.stride() for to, _ in device_scatter.leaving]
 
 
 class One(Batching):

@@ -53,7 +53,7 @@ SETS = {
 }
 
 
-def held(value: Tensor, placed: Any) -> Tensor:
+def distributed(value: Tensor, placed: Any) -> Tensor:
     return value.flatten().clone() if placed is None else distribute_tensor(value.clone(), *placed, src_data_rank=None)
 
 
@@ -62,26 +62,26 @@ def in_sets(kind: str) -> tuple[bool, tuple[int, ...], int]:
     rank = dist.get_rank()
     groups = {s: dist.new_group(s) for s in SETS[kind] if len(s) > 1}
     weights, gradients = values(len(SETS[kind]), 0), [values(len(SETS[kind]), step) for step in (1, 2, 3)]
-    mine = [i for i, s in enumerate(SETS[kind]) if rank in s]
+    own_sets = [i for i, s in enumerate(SETS[kind]) if rank in s]
     parameters: dict[int, Tensor] = {}
     placed: dict[int, Any] = {}
-    for i in mine:
+    for i in own_sets:
         s = SETS[kind][i]
         placed[i] = None
         if s in groups:
             placed[i] = DeviceMesh.from_group(groups[s], "cpu"), [Shard(0)] if i % 2 == 0 else [Replicate()]
-        parameters[i] = nn.Parameter(held(weights[i], placed[i]))
-    names = [f"weight{len(SETS[kind][i])}.{min(SETS[kind][i])}" for i in mine]
+        parameters[i] = nn.Parameter(distributed(weights[i], placed[i]))
+    names = [f"weight{len(SETS[kind][i])}.{min(SETS[kind][i])}" for i in own_sets]
     layouts = {  # a rank of its own
         name: FlatShards.cut(tuple(weights[i].shape), (rank,), [0, weights[i].numel()])
-        for i, name in zip(mine, names, strict=True)
+        for i, name in zip(own_sets, names, strict=True)
         if placed[i] is None
     }
     named = [{"params": list(zip(names, parameters.values(), strict=True))}]
     optimizer = mm.Muon(named, layouts=layouts, compute_dtype=torch.float32)
     for step in gradients:
         for i, parameter in parameters.items():
-            parameter.grad = held(step[i], placed[i])
+            parameter.grad = distributed(step[i], placed[i])
         optimizer.step()
     expected = alone(weights, gradients)
     same = [torch.equal(problem.whole(p).view(expected[i].shape), expected[i]) for i, p in parameters.items()]
@@ -124,8 +124,8 @@ def experts_of_one_name() -> tuple[bool, int]:
     """Experts under expert parallelism as Megatron and DeepSpeed hold them: plain, whole, and all of one name."""
     rank = dist.get_rank()
     mesh = mesh_of((2, 2), names=("data", "expert"))
-    dense, own = values(1, 0)[0], values(3, 5)[rank % 2]
-    parameters = {"dense": nn.Parameter(dense.clone()), "expert": nn.Parameter(own.clone())}
+    dense, expert = values(1, 0)[0], values(3, 5)[rank % 2]
+    parameters = {"dense": nn.Parameter(dense.clone()), "expert": nn.Parameter(expert.clone())}
     layouts = {"dense": (mesh, [Replicate(), Replicate()]), "expert": (mesh["data"], [Replicate()])}
     optimizer = mm.Muon([{"params": list(parameters.items())}], layouts=layouts, compute_dtype=torch.float32)
     gradients = [[values(1, 10 + step)[0], values(3, 20 + step)[rank % 2]] for step in range(3)]
@@ -133,7 +133,7 @@ def experts_of_one_name() -> tuple[bool, int]:
         for parameter, gradient in zip(parameters.values(), step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    expected = alone([dense, own], gradients)
+    expected = alone([dense, expert], gradients)
     same = all(torch.equal(p, e) for p, e in zip(parameters.values(), expected, strict=True))
     return same, optimizer.counts.orthogonalized
 
@@ -161,8 +161,8 @@ def replicas_outside(how: str, shard_state: bool) -> tuple[bool, int, int]:
         optimizer.step()
     expected = alone(weights, gradients)
     same = [torch.equal(p.full_tensor(), e) for p, e in zip(parameters, expected, strict=True)]
-    kept = sum(local_of(state["momentum_buffer"]).numel() for state in optimizer.state.values())
-    return all(same), optimizer.counts.orthogonalized, kept
+    stored = sum(local_of(state["momentum_buffer"]).numel() for state in optimizer.state.values())
+    return all(same), optimizer.counts.orthogonalized, stored
 
 
 @pytest.mark.parametrize("shard_state", [False, True])
@@ -171,7 +171,7 @@ def test_replicas_outside_a_mesh_share_the_work(workers, how: str, shard_state: 
     outcomes = workers(4).run(replicas_outside, how, shard_state)
     assert [outcome[:2] for outcome in outcomes] == [(True, 1)] * 4
     elements = sum(weight.numel() for weight in values(4, 0))
-    assert sum(kept for _, _, kept in outcomes) == (elements if shard_state else 2 * elements)
+    assert sum(stored for _, _, stored in outcomes) == (elements if shard_state else 2 * elements)
 
 
 # ------------------------------------------------------------------ missing gradients
@@ -230,8 +230,8 @@ def partial_and_missing(algorithm: str, shape: tuple[int, ...]) -> tuple[bool, b
     weight = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Replicate()]))
     optimizer = mm.Muon([{"params": [("w", weight)], "algorithm": algorithm}], lr=0.1, compute_dtype=torch.float32)
     parts = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(dist.get_world_size())]
-    given = None if rank == 1 else DTensor.from_local(parts[rank], mesh, [Partial()], run_check=False)
-    weight.grad = given
+    gradient = None if rank == 1 else DTensor.from_local(parts[rank], mesh, [Partial()], run_check=False)
+    weight.grad = gradient
     optimizer.step()
     twin = nn.Parameter(torch.ones(shape))
     other = mm.Muon(
@@ -239,8 +239,8 @@ def partial_and_missing(algorithm: str, shape: tuple[int, ...]) -> tuple[bool, b
     )
     twin.grad = sum((part for r, part in enumerate(parts) if r != 1), torch.zeros(shape))
     other.step()
-    kept = weight.grad is given and (given is None or torch.equal(given.to_local(), parts[rank]))
-    return torch.allclose(local_of(weight), twin, atol=1e-6), kept
+    unchanged = weight.grad is gradient and (gradient is None or torch.equal(gradient.to_local(), parts[rank]))
+    return torch.allclose(local_of(weight), twin, atol=1e-6), unchanged
 
 
 @pytest.mark.parametrize(("algorithm", "shape"), [("adamw", (5,)), ("muon", (6, 4))])

@@ -76,14 +76,14 @@ def local_gradient(model: Net, step: int, rank: int, blocks: int = 3) -> dict[st
 
 def averaged(many: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Add up in the order of the ranks, in fp32; zero where a rank has none."""
-    found = {}
-    for name in dict.fromkeys(name for some in many for name in some):
-        here = next(some[name] for some in many if name in some)
-        total = torch.zeros(here.shape, dtype=torch.float32)
-        for some in many:
-            total = total + some.get(name, torch.zeros_like(here)).float()
-        found[name] = total / len(many)
-    return found
+    means = {}
+    for name in dict.fromkeys(name for gradients in many for name in gradients):
+        gradient = next(gradients[name] for gradients in many if name in gradients)
+        total = torch.zeros(gradient.shape, dtype=torch.float32)
+        for gradients in many:
+            total = total + gradients.get(name, torch.zeros_like(gradient)).float()
+        means[name] = total / len(many)
+    return means
 
 
 def alone(steps: int, settings: dict[str, Any], dtype: torch.dtype, blocks: Any = lambda rank: 3) -> Net:
@@ -106,7 +106,7 @@ def given_means(
         for name, parameter in model.named_parameters():
             mean = means.get(name)
             parameter.grad = None
-            optimizer.gradients.given[parameter] = (  # type: ignore[attr-defined]
+            optimizer.gradients.values[parameter] = (  # type: ignore[attr-defined]
                 mean if mean is None or name not in adamw else mean.to(dtype)
             )
         optimizer.step()
@@ -117,13 +117,13 @@ class Given(mm.GradientSource):
     """Gradients in a dtype of their own."""
 
     def __init__(self) -> None:
-        self.given: dict[Tensor, Tensor | None] = {}
+        self.values: dict[Tensor, Tensor | None] = {}
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self.given.get(parameter)
+        return self.values.get(parameter)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        self.given[parameter] = gradient
+        self.values[parameter] = gradient
 
 
 def source_of(optimizer: mm.Muon) -> ToOwners:
@@ -132,8 +132,8 @@ def source_of(optimizer: mm.Muon) -> ToOwners:
 
 
 def differing(model: nn.Module, other: nn.Module) -> list[str]:
-    theirs = dict(other.named_parameters())
-    return [n for n, p in model.named_parameters() if not torch.equal(p, theirs[n])]
+    others = dict(other.named_parameters())
+    return [n for n, p in model.named_parameters() if not torch.equal(p, others[n])]
 
 
 def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[list[str], bool, int, int]:
@@ -145,9 +145,9 @@ def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tup
         optimizer.step()
         empty = all(p.grad is None for n, p in model.named_parameters() if "up" in n or "down" in n)
         (optimizer if step % 2 else net).zero_grad()
-    kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
+    momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
     str(optimizer.explain())
-    return differing(model, alone(4, settings, dtype)), empty, kept, sum(p.numel() for p in net.parameters())
+    return differing(model, alone(4, settings, dtype)), empty, momentum, sum(p.numel() for p in net.parameters())
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tup
 def test_replicas_have_the_bits_of_one_process(workers, ranks: int, wrapped: bool, dtype: torch.dtype) -> None:
     outcomes = workers(ranks).run(replicas, wrapped, dtype, FP32)
     assert all(wrong == [] and empty for wrong, empty, *_ in outcomes)
-    assert sum(kept for *_, kept, _ in outcomes) == 6 * 16 * 32, "each matrix has its momentum once"
-    assert max(kept for *_, kept, _ in outcomes) <= 6 * 16 * 32 / ranks * 1.5
+    assert sum(momentum for *_, momentum, _ in outcomes) == 6 * 16 * 32, "each matrix has its momentum once"
+    assert max(momentum for *_, momentum, _ in outcomes) <= 6 * 16 * 32 / ranks * 1.5
 
 
 class Reduced(mm.GradientSource):
@@ -225,7 +225,7 @@ def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[f
             loss_of(model(tokens(step, dist.get_rank()))).backward()
             optimizer.step()
         optimizer.zero_grad()
-    after, told = source_of(optimizer).counts, optimizer.explain()
+    after, explanation = source_of(optimizer).counts, optimizer.explain()
     source, planned = source_of(optimizer), optimizer._runtime.connected
     assert planned is not None
     copies = {"copy": dist.get_rank(), "copies": dist.get_world_size()}
@@ -246,7 +246,7 @@ def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[f
     )
     counted = after.bytes_sent - before.bytes_sent + optimizer.counts.bytes_sent
     others = sum(p.numel() for n, p in model.named_parameters() if "up" not in n and "down" not in n)
-    explained = told.bytes_sent + gradients.bytes_sent
+    explained = explanation.bytes_sent + gradients.bytes_sent
     return sent.bytes, counted, explained, 2 * others * torch.finfo(dtype).bits // 8
 
 
@@ -281,7 +281,7 @@ def test_parameters_that_ranks_do_not_use(workers, kind: str) -> None:
 def a_rank_without_gradients() -> tuple[bool, bool]:
     model = Net()
     optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    rank, seen = dist.get_rank(), []
+    rank, equal = dist.get_rank(), []
     for step in range(3):
         if step != 1 or rank == 0:  # in the second step rank 0 alone has run backward
             loss_of(model(tokens(step, rank))).backward()
@@ -291,8 +291,8 @@ def a_rank_without_gradients() -> tuple[bool, bool]:
         low, high = digest.clone(), digest.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        seen.append(torch.equal(low, high))
-    return all(seen), bool(torch.isfinite(digest).all())
+        equal.append(torch.equal(low, high))
+    return all(equal), bool(torch.isfinite(digest).all())
 
 
 def test_a_rank_without_any_gradient_counts_as_zero(workers) -> None:
@@ -311,7 +311,7 @@ def accumulated(kind: str) -> tuple[float, int, list[bool]]:
         loss_of(model(tokens(8, rank))).backward()
     optimizer.zero_grad()
     before, worst = source.counts.bytes_sent, 0.0
-    each = [[local_gradient(model, step, r) for r in range(dist.get_world_size())] for step in range(3)]
+    micro_batches = [[local_gradient(model, step, r) for r in range(dist.get_world_size())] for step in range(3)]
     for step in range(3):
         if kind == "no_sync" and step < 2:
             with source.no_sync():
@@ -323,10 +323,13 @@ def accumulated(kind: str) -> tuple[float, int, list[bool]]:
     optimizer.clip_grad_norm_(float("inf"))
     sent = source.counts.bytes_sent - before
     for name, parameter in model.named_parameters():
-        want = sum(some[name].double() for per_rank in each for some in per_rank) / dist.get_world_size()
-        found = source.gradient(parameter)
-        if found is not None and found.numel():
-            worst = max(worst, float((found.view(want.shape) - want).abs().max() / want.abs().max()))
+        want = (
+            sum(gradients[name].double() for per_rank in micro_batches for gradients in per_rank)
+            / dist.get_world_size()
+        )
+        gradient = source.gradient(parameter)
+        if gradient is not None and gradient.numel():
+            worst = max(worst, float((gradient.view(want.shape) - want).abs().max() / want.abs().max()))
     return worst, sent, [p.grad is None for n, p in model.named_parameters() if "up" in n or "down" in n]
 
 
@@ -342,7 +345,7 @@ def test_several_backward_passes_add_up(workers, kind: str) -> None:
 
 def dropped_by_some() -> list[str]:
     """Rank 0 alone drops gradients; then all of them do, and go on as if they had never been."""
-    made = []
+    models = []
     for wrong in (True, False):
         model = Net()
         optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
@@ -358,8 +361,8 @@ def dropped_by_some() -> list[str]:
                 loss_of(model(tokens(step, dist.get_rank()))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        made.append(model)
-    return differing(*made)
+        models.append(model)
+    return differing(*models)
 
 
 def test_gradients_that_some_ranks_drop_are_refused_on_all(workers) -> None:
@@ -368,7 +371,7 @@ def test_gradients_that_some_ranks_drop_are_refused_on_all(workers) -> None:
 
 def crossing() -> list[str]:
     """Two models under one loss; each rank runs their backward passes in another order."""
-    made = []
+    runs = []
     for crossed in (True, False):
         models = [Net(), Net(8)]
         optimizers = [
@@ -381,8 +384,8 @@ def crossing() -> list[str]:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        made.append(models)
-    return [name for one, other in zip(*made, strict=True) for name in differing(one, other)]
+        runs.append(models)
+    return [name for first, other in zip(*runs, strict=True) for name in differing(first, other)]
 
 
 def test_two_optimizers_do_not_meet_each_others_gradients(workers) -> None:
@@ -432,22 +435,22 @@ def hsdp() -> tuple[list[str], int]:
     for step in range(3):
         loss_of(model(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
-        each = [local_gradient(twin, step, rank) for rank in range(4)]
-        shards = [averaged(each[:2]), averaged(each[2:])]  # as FSDP2 averages two ranks, then the replicas
+        gradients = [local_gradient(twin, step, rank) for rank in range(4)]
+        shards = [averaged(gradients[:2]), averaged(gradients[2:])]  # as FSDP2 averages two ranks, then the replicas
         means = averaged(shards)
         for name, parameter in twin.named_parameters():
-            expected.gradients.given[parameter] = means.get(name)  # type: ignore[attr-defined]
+            expected.gradients.values[parameter] = means.get(name)  # type: ignore[attr-defined]
         expected.step()
         optimizer.zero_grad()
-    kept = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
+    momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
     whole = {n: p.full_tensor() for n, p in model.named_parameters() if isinstance(p, DTensor)}
-    return [n for n, p in twin.named_parameters() if not torch.equal(p, whole[n])], kept
+    return [n for n, p in twin.named_parameters() if not torch.equal(p, whole[n])], momentum
 
 
 def test_hsdp_has_the_bits_of_one_process(workers) -> None:
     outcomes = workers(4).run(hsdp)
     assert all(wrong == [] for wrong, _ in outcomes)
-    assert sum(kept for _, kept in outcomes) == 6 * 16 * 32
+    assert sum(momentum for _, momentum in outcomes) == 6 * 16 * 32
 
 
 def measured() -> tuple[float, float, float]:
@@ -478,14 +481,14 @@ def clipped(kind: str) -> tuple[float, bool, float]:
     adamw = {n for g in optimizer.param_groups if g["algorithm"] == "adamw" for n in g["param_names"]}
     limit, norm = 1e-3, torch.zeros(())
     for step in range(2):
-        each = [local_gradient(expected, step, r) for r in range(dist.get_world_size())]
+        per_rank = [local_gradient(expected, step, r) for r in range(dist.get_world_size())]
         if kind == "torch's":  # each rank its own gradients; from the second step on those of matrices have left
-            for some in each:
-                seen = [gradient for name, gradient in some.items() if not step or name in adamw]
-                factor = limit / (torch.stack([gradient.norm() for gradient in seen]).norm() + 1e-6)
-                for gradient in seen:
+            for gradients in per_rank:
+                present = [gradient for name, gradient in gradients.items() if not step or name in adamw]
+                factor = limit / (torch.stack([gradient.norm() for gradient in present]).norm() + 1e-6)
+                for gradient in present:
                     gradient.mul_(factor.clamp(max=1.0))
-        means = averaged(each)
+        means = averaged(per_rank)
         for name, parameter in expected.named_parameters():
             parameter.grad = means[name]
         if kind != "torch's":
@@ -502,7 +505,7 @@ def clipped(kind: str) -> tuple[float, bool, float]:
     digest = torch.stack([p.detach().double().sum() for p in model.parameters()])
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
     dist.all_gather(digests, digest)
-    alike = all(torch.equal(one, digest) for one in digests)
+    alike = all(torch.equal(row, digest) for row in digests)
     return max(float((a - b).abs().max()) for a, b in pairs), alike, float(norm)
 
 
@@ -531,7 +534,7 @@ def test_a_scaler_is_refused(workers) -> None:
 
 def resumed(folder: str) -> list[str]:
     """Save after two steps, load into fresh objects and go on; compare with four steps at a stretch."""
-    kept: nn.Module | None = None
+    reference: nn.Module | None = None
     for stop in (4, 2):
         model = Net()
         optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
@@ -544,9 +547,9 @@ def resumed(folder: str) -> list[str]:
             loss_of(model(tokens(step, dist.get_rank()))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        kept = model if kept is None else kept
-    assert kept is not None
-    return differing(model, kept)
+        reference = model if reference is None else reference
+    assert reference is not None
+    return differing(model, reference)
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
@@ -575,13 +578,13 @@ def test_means_are_of_the_norms_of_gradients_where_they_are(workers) -> None:
         assert mean == pytest.approx(norm, rel=1e-5)
 
 
-def at_once(device: str, found: SimulatedDevice | None = None) -> tuple[list[Tensor], dict[str, int]]:
+def from_grad(device: str, simulated: SimulatedDevice | None = None) -> tuple[list[Tensor], dict[str, int]]:
     """Step three times with gradients that lie in ``.grad``; return the weights, and where the host waited."""
     drawn = torch.Generator().manual_seed(dist.get_rank())
     weights = {f"w{n}": nn.Parameter(torch.linspace(-1, 1, 16 * (8 + n)).view(16, -1).to(device)) for n in range(4)}
     bias = nn.Parameter(torch.ones(7).to(device))
-    held = [*weights.values(), bias]
-    given = [[torch.randn(p.shape, generator=drawn).to(device) for p in held] for _ in range(3)]
+    parameters = [*weights.values(), bias]
+    gradients = [[torch.randn(p.shape, generator=drawn).to(device) for p in parameters] for _ in range(3)]
     groups = [
         {"name": "muon", "params": list(weights.items())},
         {"name": "adamw", "algorithm": "adamw", "params": [("bias", bias)]},
@@ -589,20 +592,20 @@ def at_once(device: str, found: SimulatedDevice | None = None) -> tuple[list[Ten
     settings: dict[str, Any] = {**FP32, "kernels": "torch", "memory_budget_mb": 0.016}
     optimizer = mm.Muon(groups, process_group="world", gradients="to_owners", **settings)
     for step in range(3):
-        if found is not None and step:
-            found.waits.clear()
-        for parameter, gradient in zip(held, given[step], strict=True):
+        if simulated is not None and step:
+            simulated.waits.clear()
+        for parameter, gradient in zip(parameters, gradients[step], strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
         optimizer.zero_grad()
-    waits = {} if found is None else dict(found.waits)
-    return [p.detach().cpu().clone() for p in held], waits
+    waits = {} if simulated is None else dict(simulated.waits)
+    return [p.detach().cpu().clone() for p in parameters], waits
 
 
 def on_a_device() -> tuple[float, dict[str, int]]:
-    expected, _ = at_once("cpu")
-    with SimulatedDevice(seed=1) as found:  # raises if there are races
-        weights, waits = at_once("cuda:0", found)
+    expected, _ = from_grad("cpu")
+    with SimulatedDevice(seed=1) as simulated:  # raises if there are races
+        weights, waits = from_grad("cuda:0", simulated)
     return max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True)), waits
 
 
@@ -683,10 +686,10 @@ def partial_on_one() -> str:
     optimizer = mm.Muon([("weight", weight)], gradients="to_owners", **settings)
     placed = Partial() if dist.get_rank() else Replicate()
     weight.grad = DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [placed])
-    with pytest.raises((mm.LayoutError, mm.PlanError), match="gradient that is partial") as told:
+    with pytest.raises((mm.LayoutError, mm.PlanError), match="gradient that is partial") as raised:
         optimizer.step()
     assert torch.equal(weight.detach().to_local(), torch.ones(8, 12))
-    return type(told.value).__name__
+    return type(raised.value).__name__
 
 
 def test_partial_gradients_are_refused_on_all(workers) -> None:
@@ -707,24 +710,24 @@ def saved_on_three(folder: str) -> list[str]:
 def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
     """Go on on two ranks with and without the mode, and alone with the same means, all from one checkpoint."""
     rank, settings = dist.get_rank(), {**FP32, "memory_budget_mb": 0.064}
-    with_it, without, one = Net(), Net(), Net()
+    with_it, without, single = Net(), Net(), Net()
     optimizers = [
         mm.from_model(with_it, process_group="world", gradients="to_owners", **settings),
         mm.from_model(without, process_group="world", gradients=Given(), **settings),
-        mm.from_model(one, process_group="local", gradients=Given(), **settings),
+        mm.from_model(single, process_group="local", gradients=Given(), **settings),
     ]
-    for model, optimizer in zip((with_it, without, one), optimizers, strict=True):
+    for model, optimizer in zip((with_it, without, single), optimizers, strict=True):
         mm.checkpoint.load(folder, model, optimizer)
     for step in range(2, 4):
-        means = averaged([local_gradient(one, step, r) for r in range(2)])
+        means = averaged([local_gradient(single, step, r) for r in range(2)])
         loss_of(with_it(tokens(step, rank))).backward()
-        for model, optimizer in zip((without, one), optimizers[1:], strict=True):
+        for model, optimizer in zip((without, single), optimizers[1:], strict=True):
             for name, parameter in model.named_parameters():
                 optimizer.gradients.write(parameter, means[name])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return differing(with_it, one), differing(without, one)
+    return differing(with_it, single), differing(without, single)
 
 
 def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers, tmp_path) -> None:
@@ -738,35 +741,37 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers,
 
 def replanned(when: str) -> tuple[list[str], bool, bool]:
     """A matrix and a vector come ``when`` a backward pass has not run or has; compared with one process."""
-    made = []
-    for here in ([dist.get_rank()], list(range(dist.get_world_size()))):
-        alone, model = len(here) > 1, Net()
+    results = []
+    for ranks in ([dist.get_rank()], list(range(dist.get_world_size()))):
+        alone, model = len(ranks) > 1, Net()
         torch.manual_seed(5)
-        late, scale = nn.Linear(16, 16, bias=False), nn.Parameter(torch.ones(16))
-        held = {**dict(model.named_parameters()), "late": late.weight, "scale": scale}
+        linear, scale = nn.Linear(16, 16, bias=False), nn.Parameter(torch.ones(16))
+        parameters = {**dict(model.named_parameters()), "late": linear.weight, "scale": scale}
         settings = {**FP32, "process_group": "local" if alone else "world", "memory_budget_mb": 0.064}
         optimizer = mm.from_model(model, gradients=Given() if alone else "to_owners", **settings)
         new: list[Any] = [
-            {"name": "late", "algorithm": "muon", "params": [("late", late.weight)]},
+            {"name": "late", "algorithm": "muon", "params": [("late", linear.weight)]},
             {"name": "scale", "algorithm": "adamw", "params": [("scale", scale)]},
         ]
         for step in range(4):
-            losses = [loss_of(late(model(tokens(step, rank))) * scale) for rank in here]
+            losses = [loss_of(linear(model(tokens(step, rank))) * scale) for rank in ranks]
             for group in new if when == "before" and step == 2 else ():
                 optimizer.add_param_group(group)
             if alone:
-                each = [torch.autograd.grad(loss, [*held.values()]) for loss in losses]
-                for name, mean in averaged([dict(zip(held, some, strict=True)) for some in each]).items():
-                    optimizer.gradients.write(held[name], mean)
+                per_rank = [torch.autograd.grad(loss, [*parameters.values()]) for loss in losses]
+                for name, mean in averaged(
+                    [dict(zip(parameters, gradients, strict=True)) for gradients in per_rank]
+                ).items():
+                    optimizer.gradients.write(parameters[name], mean)
             else:
                 losses[0].backward()
             for group in new if when == "after" and step == 2 else ():
                 optimizer.add_param_group(group)
             optimizer.step()
             optimizer.zero_grad()
-            late.weight.grad = scale.grad = None
-        made.append((model, late.weight, scale))
-    (model, weight, vector), (expected, other, another) = made
+            linear.weight.grad = scale.grad = None
+        results.append((model, linear.weight, scale))
+    (model, weight, vector), (expected, other, another) = results
     return differing(model, expected), torch.equal(weight, other), torch.equal(vector, another)
 
 
@@ -777,7 +782,7 @@ def test_groups_that_come_while_gradients_are_under_way(workers, when: str) -> N
 
 def replaced(how: str) -> tuple[list[str], list[bool]]:
     """Another optimizer after the first step; the first one may have sent gradients that nobody waits for."""
-    model, seen = Net(), []
+    model, checks = Net(), []
     net = DistributedDataParallel(model)
     optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
     loss_of(net(tokens(0, dist.get_rank()))).backward()
@@ -786,32 +791,32 @@ def replaced(how: str) -> tuple[list[str], list[bool]]:
     if how == "under way" and dist.get_rank() == 0:
         loss_of(net(tokens(7, dist.get_rank()))).backward()
     if how == "there":
-        kept, optimizer = optimizer, mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
+        first, optimizer = optimizer, mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
         if dist.get_rank() == 0:  # one rank keeps it, and all of them hear of that
-            del kept
+            del first
         loss_of(net(tokens(1, dist.get_rank()))).backward()
         with pytest.raises((mm.LayoutError, mm.PlanError), match="another optimizer with gradients='to_owners'"):
             optimizer.step()
-        kept = None
+        first = None
     else:
         del optimizer
-        seen = [not model.up[0].weight._post_accumulate_grad_hooks, net.require_backward_grad_sync]
+        checks = [not model.up[0].weight._post_accumulate_grad_hooks, net.require_backward_grad_sync]
         optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
     optimizer.zero_grad()
     for step in (1, 2):
         loss_of(net(tokens(step, dist.get_rank()))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    seen.append(not net.require_backward_grad_sync)
-    return differing(model, given_means(local_gradient, 3, anew=1)), seen
+    checks.append(not net.require_backward_grad_sync)
+    return differing(model, given_means(local_gradient, 3, anew=1)), checks
 
 
 @pytest.mark.parametrize("how", ["gone", "under way", "there"])
 def test_an_optimizer_that_is_gone_takes_no_gradients(workers, how: str) -> None:
     """DDP averages again, hooks are gone, and one that is still there is told of."""
-    for wrong, seen in workers(2).run(replaced, how):
+    for wrong, checks in workers(2).run(replaced, how):
         assert wrong == []
-        assert all(seen)
+        assert all(checks)
 
 
 def copied() -> tuple[list[str], list[str], list[str]]:
@@ -860,12 +865,12 @@ def twice_used(model: Net, step: int, rank: int) -> dict[str, Tensor]:
     twin = Net()
     twin.load_state_dict(model.state_dict())
     blockwise(twin, step, rank).backward()
-    found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     if step == 1:
-        found.pop("up.1.weight")  # frozen on all ranks
+        gradients.pop("up.1.weight")  # frozen on all ranks
         if rank == 1:
-            del found["norm.weight"], found["down.0.weight"]  # frozen on one
-    return found
+            del gradients["norm.weight"], gradients["down.0.weight"]  # frozen on one
+    return gradients
 
 
 def other_passes(kind: str) -> float:
@@ -874,8 +879,8 @@ def other_passes(kind: str) -> float:
     compiled = torch.compile(lambda *arguments: blockwise(model, *arguments), backend="eager")
     for step in range(3):
         model.up[1].weight.requires_grad_(step != 1)
-        for held in (model.norm.weight, model.down[0].weight):
-            held.requires_grad_(step != 1 or rank != 1)
+        for weight in (model.norm.weight, model.down[0].weight):
+            weight.requires_grad_(step != 1 or rank != 1)
         if kind == "raises" and step:
             with pytest.raises(RuntimeError, match="halfway") if rank == 1 else nullcontext():
                 blockwise(model, step, rank, at_one=Raises.apply if rank == 1 else None).backward()

@@ -61,7 +61,7 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.free(x + self.down(torch.relu(self.up(x))))))
 
 
-def held(mesh: DeviceMesh, model: Net) -> Net:
+def parallelized(mesh: DeviceMesh, model: Net) -> Net:
     """Shard a model as people do: tensor parallelism over one axis, FSDP2 or HSDP over the others."""
     tp = mesh["tp"] if mesh.ndim > 1 else mesh
     parallelize_module(model, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -96,35 +96,35 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
     sizes, names = MESHES[layout]
     mesh = mesh_of(sizes, names=names)
     stage = mesh.get_local_rank("stage") if "stage" in names else 0
-    model, alone = held(mesh, Net(stage)), Net(stage)
+    model, alone = parallelized(mesh, Net(stage)), Net(stage)
     optimizer = mm.from_model(model, process_group=process_group, **FP32)
     single = mm.from_model(alone, process_group="local", **FP32)
-    told: dict[str, Any] = {"norms": [], "clipped": [], "open": optimizer.explain().open}
+    report: dict[str, Any] = {"norms": [], "clipped": [], "open": optimizer.explain().open}
     for step in range(3):
         backward(model, step, stage)
         with_gradients_of(model, alone)
         norm = float(nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
-        ours, theirs = optimizer.clip_grad_norm_(1e-3), single.clip_grad_norm_(1e-3)
-        told["norms"].append(float(ours) / norm)
-        told["clipped"].append(torch.equal(ours.total, theirs.total))
+        measured, expected = optimizer.clip_grad_norm_(1e-3), single.clip_grad_norm_(1e-3)
+        report["norms"].append(float(measured) / norm)
+        report["clipped"].append(torch.equal(measured.total, expected.total))
         optimizer.step()
         single.step()
-    told["differing"] = problem.differing(result(model, optimizer), result(alone, single))
-    told["orthogonalized"] = optimizer.counts.orthogonalized
-    told["copies"] = sorted({(m.name, m.storage.copies) for m in placed_members(optimizer) if "norm" in m.name})
-    ours, theirs = optimizer.metrics(), single.metrics()
-    told["metrics"] = [key for key in theirs if ours[key] != pytest.approx(theirs[key], rel=1e-5)]
-    told["found"] = optimizer.explain().open
+    report["differing"] = problem.differing(result(model, optimizer), result(alone, single))
+    report["orthogonalized"] = optimizer.counts.orthogonalized
+    report["copies"] = sorted({(m.name, m.storage.copies) for m in placed_members(optimizer) if "norm" in m.name})
+    measured, expected = optimizer.metrics(), single.metrics()
+    report["metrics"] = [key for key in expected if measured[key] != pytest.approx(expected[key], rel=1e-5)]
+    report["found"] = optimizer.explain().open
     if "stage" not in names:
         mm.checkpoint.save(folder, model, optimizer)
-        resumed = held(mesh, Net(7))
+        resumed = parallelized(mesh, Net(7))
         again = mm.from_model(resumed, process_group=process_group, **FP32)
         mm.checkpoint.load(folder, resumed, again)
-        for some, its in ((model, optimizer), (resumed, again)):
-            backward(some, 3)
+        for net, its in ((model, optimizer), (resumed, again)):
+            backward(net, 3)
             its.step()
-        told["resumed"] = problem.differing(result(model, optimizer), result(resumed, again))
-    return told
+        report["resumed"] = problem.differing(result(model, optimizer), result(resumed, again))
+    return report
 
 
 @pytest.mark.parametrize("process_group", [None, "auto"])
@@ -136,22 +136,24 @@ def test_what_a_plan_leaves_out_is_one_parameter(
     ranks = torch.Size(sizes).numel()
     outcomes = workers(ranks).run(against_one_process, layout, process_group, tmp_path / "saved", timeout=120)
     copies = 2 * (sizes[0] if layout.startswith("hsdp") else 1)
-    for told in outcomes:
-        assert told["norms"] == pytest.approx([1.0] * 3, rel=1e-6)
-        assert told["differing"] == []
-        assert told["copies"] == [("norm.bias", copies), ("norm.weight", copies)]
-        assert sorted(told["open"]) == LEFT_OUT
-        assert told["found"] == ()
-        assert told["metrics"] == []
-        assert told.get("resumed", []) == []
-    assert sum(told["orthogonalized"] for told in outcomes) == 3 * (2 if "stages" in layout else 1)  # each matrix once
+    for report in outcomes:
+        assert report["norms"] == pytest.approx([1.0] * 3, rel=1e-6)
+        assert report["differing"] == []
+        assert report["copies"] == [("norm.bias", copies), ("norm.weight", copies)]
+        assert sorted(report["open"]) == LEFT_OUT
+        assert report["found"] == ()
+        assert report["metrics"] == []
+        assert report.get("resumed", []) == []
+    assert sum(report["orthogonalized"] for report in outcomes) == 3 * (
+        2 if "stages" in layout else 1
+    )  # each matrix once
 
 
 def saved_at_once(layout: str, folder: Path) -> list[str]:
     """Save before the first step, and load into one that begins otherwise."""
     sizes, names = MESHES[layout]
     mesh = mesh_of(sizes, names=names)
-    models = [held(mesh, Net(seed)) for seed in (0, 7)]
+    models = [parallelized(mesh, Net(seed)) for seed in (0, 7)]
     optimizers = [mm.from_model(model, **FP32) for model in models]
     mm.checkpoint.save(folder, models[0], optimizers[0])
     mm.checkpoint.load(folder, models[1], optimizers[1])
@@ -173,7 +175,7 @@ def saved_and_then(folder: Path) -> None:
     groups = [{"params": [("expert", model.expert)]}, {"params": [("dense", model.dense)]}]
     optimizer = mm.Muon(groups, **FP32)
     mm.checkpoint.save(folder, model, optimizer)
-    model.expert.grad, model.dense.grad = model.given
+    model.expert.grad, model.dense.grad = model.gradients
     optimizer.step()
 
 
@@ -227,12 +229,12 @@ def in_sequence() -> tuple[list[float], list[str]]:
     norms = []
     for step in range(2):
         tokens = torch.randint(0, 24, (3, 6), generator=torch.Generator().manual_seed(step))
-        for some in (model, alone):
-            some.zero_grad()
-            some(tokens).square().mean().backward()
+        for net in (model, alone):
+            net.zero_grad()
+            net(tokens).square().mean().backward()
         assert model.norm.weight.grad.placements[0].is_partial()
-        theirs = float(nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
-        norms.append(float(optimizer.clip_grad_norm_(1.0)) / theirs)
+        norm = float(nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
+        norms.append(float(optimizer.clip_grad_norm_(1.0)) / norm)
         with_gradients_of(model, alone)
         optimizer.step()
         single.step()
@@ -253,9 +255,9 @@ def stages_alike(sizes: tuple[int, ...]) -> tuple[float, int]:
     backward(model, 0, mesh.get_local_rank("stage"))
     twin = Net()
     with_gradients_of(model, twin)
-    ours = float(optimizer.clip_grad_norm_(1.0))
+    norm = float(optimizer.clip_grad_norm_(1.0))
     optimizer.step()
-    return ours / float(nn.utils.clip_grad_norm_(twin.parameters(), 1.0)), optimizer.counts.orthogonalized
+    return norm / float(nn.utils.clip_grad_norm_(twin.parameters(), 1.0)), optimizer.counts.orthogonalized
 
 
 def test_stages_of_equal_names_and_bits_are_not_copies(workers) -> None:
@@ -272,17 +274,17 @@ class Mixture(nn.Module):
         mesh = mesh_of((2, 2), names=("data", "expert"))
         expert = mesh.get_local_rank("expert")
         dense = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-        own = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + expert))
+        values = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + expert))
         self.dense = nn.Parameter(distribute_tensor(dense, mesh, [Replicate(), Shard(0)], src_data_rank=None))
-        held = own if kind.startswith("weights") else torch.ones(4, 6)
-        self.given = [own.clone(), torch.ones(8, 6)]
+        weight = values if kind.startswith("weights") else torch.ones(4, 6)
+        self.gradients = [values.clone(), torch.ones(8, 6)]
         if kind.endswith("dtensor"):
-            held, self.given[0] = (
+            weight, self.gradients[0] = (
                 distribute_tensor(t.clone(), mesh["data"], [Shard(0)], src_data_rank=None)
-                for t in (held, self.given[0])
+                for t in (weight, self.gradients[0])
             )
-        self.expert = nn.Parameter(held)
-        self.given[1] = distribute_tensor(self.given[1], mesh, [Replicate(), Shard(0)], src_data_rank=None)
+        self.expert = nn.Parameter(weight)
+        self.gradients[1] = distribute_tensor(self.gradients[1], mesh, [Replicate(), Shard(0)], src_data_rank=None)
 
 
 def experts(kind: str, algorithm: str, process_group: str | None) -> float:
@@ -292,10 +294,10 @@ def experts(kind: str, algorithm: str, process_group: str | None) -> float:
         {"params": [("dense", model.dense)], "algorithm": "muon"},
     ]
     optimizer = mm.Muon(groups, process_group=process_group, **FP32)
-    model.expert.grad, model.dense.grad = model.given
-    ours = optimizer.clip_grad_norm_(1.0, policy="all")
+    model.expert.grad, model.dense.grad = model.gradients
+    norm = optimizer.clip_grad_norm_(1.0, policy="all")
     optimizer.step()
-    return float(ours)
+    return float(norm)
 
 
 @pytest.mark.parametrize(
@@ -343,8 +345,8 @@ def test_parameters_of_one_name_that_are_no_copies(
         assert outcome.error is (mm.LayoutError if message else None), outcome.message
         assert message in outcome.message
     if not message:
-        own = [torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + expert)) for expert in range(2)]
-        true = torch.cat([*(value.flatten() for value in own), torch.ones(48)]).double().norm()
+        weights = [torch.randn(4, 6, generator=torch.Generator().manual_seed(2 + expert)) for expert in range(2)]
+        true = torch.cat([*(value.flatten() for value in weights), torch.ones(48)]).double().norm()
         assert [outcome.value for outcome in outcomes] == pytest.approx([float(true)] * 4)
 
 
@@ -373,8 +375,8 @@ def in_slices() -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = mm.from_model(model, **FP32)
     tokens = torch.randint(0, 24, (3, 6), generator=torch.Generator().manual_seed(0))
-    own = model.norm(model.embedding(tokens)).chunk(2, dim=1)[dist.get_rank()]
-    x = DTensor.from_local(own, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    part = model.norm(model.embedding(tokens)).chunk(2, dim=1)[dist.get_rank()]
+    x = DTensor.from_local(part, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
     model.head(model.free(x + model.down(torch.relu(model.up(x))))).square().mean().backward()
     optimizer.clip_grad_norm_(1.0)
 

@@ -39,20 +39,20 @@ def train(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
 
 
 def read_off() -> list[bool]:
-    said = DistributedDataParallel(net())
-    expected = train(said, mm.from_model(said, process_group="world", **FP32))
-    given = DistributedDataParallel(net())
-    from_wrapper = mm.from_model(given, **FP32)
-    compiled = mm.from_model(torch.compile(given), **FP32)  # type: ignore[arg-type]
+    explicit = DistributedDataParallel(net())
+    expected = train(explicit, mm.from_model(explicit, process_group="world", **FP32))
+    wrapper = DistributedDataParallel(net())
+    from_wrapper = mm.from_model(wrapper, **FP32)
+    compiled = mm.from_model(torch.compile(wrapper), **FP32)  # type: ignore[arg-type]
     group = dist.new_group([0, 1])
     model = net()
     early = mm.from_model(model, process_group="auto", **FP32)  # as a host makes it: the wrapper comes later
     wrapped = DistributedDataParallel(model, process_group=group)
     twin = pickle.loads(pickle.dumps(early)).process_group, copy.deepcopy(early).process_group
-    found = train(wrapped, early), train(given, from_wrapper)
+    results = train(wrapped, early), train(wrapper, from_wrapper)
     sent = early.counts.bytes_sent == from_wrapper.counts.bytes_sent > 0
     return [
-        all(torch.equal(a, b) for some in found for a, b in zip(some, expected, strict=True)),
+        all(torch.equal(a, b) for weights in results for a, b in zip(weights, expected, strict=True)),
         (from_wrapper.process_group, compiled.process_group, early.process_group) == ("world", "world", "auto"),
         twin == ("auto", "auto"),
         mm.from_model(wrapped).process_group is group,
@@ -104,7 +104,7 @@ def test_alone_there_is_nothing_to_find() -> None:
 def join_uneven_data(throws: bool) -> list[str]:
     """Train, then train under `Join` with fewer batches on rank 1; return the errors."""
     model = DistributedDataParallel(net())
-    optimizer, said = mm.from_model(model, **FP32), list[str]()
+    optimizer, errors = mm.from_model(model, **FP32), list[str]()
     train(model, optimizer)
     try:
         with Join([model], throw_on_early_termination=throws):
@@ -113,15 +113,15 @@ def join_uneven_data(throws: bool) -> list[str]:
                 model(torch.ones(4, 6)).square().sum().backward()
                 optimizer.step()
     except (RuntimeError, ValueError) as error:
-        said.append(f"{type(error).__name__}: {error}")
-    return said
+        errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def test_join_is_an_error_that_names_it(workers: Any) -> None:
-    for said in workers(2).run(join_uneven_data, False):
-        assert said
-        assert said[0].startswith("LayoutError")
-        assert "Write Join([model], throw_on_early_termination=True)" in said[0]
-    for said in workers(2).run(join_uneven_data, True):
-        assert said
-        assert said[0].startswith("RuntimeError")  # torch's own, once a rank has no more data
+    for errors in workers(2).run(join_uneven_data, False):
+        assert errors
+        assert errors[0].startswith("LayoutError")
+        assert "Write Join([model], throw_on_early_termination=True)" in errors[0]
+    for errors in workers(2).run(join_uneven_data, True):
+        assert errors
+        assert errors[0].startswith("RuntimeError")  # torch's own, once a rank has no more data

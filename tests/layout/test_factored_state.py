@@ -63,35 +63,35 @@ def test_the_numbers_of_a_matrix_are_in_the_order_of_its_rows_and_columns(exampl
         shrunk, matrices = factored_matrices("w", shape, spec, side)
         parts = split_matrices("w", shape, spec)
         assert [m.index for m in matrices] == [m.index for m in parts]
-        for part, own in zip(parts, matrices, strict=True):
-            assert (own.rows, own.cols) == (
+        for part, factored in zip(parts, matrices, strict=True):
+            assert (factored.rows, factored.cols) == (
                 part.rows if side == "rows" else 1,
                 part.cols if side == "cols" else 1,
             )
         if side == "rows":  # the numbers of each matrix follow each other as its rows do
-            kept = torch.arange(math.prod(shrunk)).reshape(shrunk)
-            order = [value for some in assembled(kept, matrices) for value in some.tolist()]
+            numbers = torch.arange(math.prod(shrunk)).reshape(shrunk)
+            order = [value for vector in assembled(numbers, matrices) for value in vector.tolist()]
             assert sorted(order) == list(range(math.prod(shrunk)))
-            for matrix, some in zip(whole, assembled(kept, matrices), strict=True):
-                assert len(matrix) == len(some)
+            for matrix, vector in zip(whole, assembled(numbers, matrices), strict=True):
+                assert len(matrix) == len(vector)
                 # Rows that come later in the parameter have their numbers later in the factored state.
-                assert torch.equal(matrix[:, 0].argsort(), some.argsort())
+                assert torch.equal(matrix[:, 0].argsort(), vector.argsort())
 
 
-def assembled(kept: Tensor, matrices: Any) -> list[Tensor]:
+def assembled(factored: Tensor, matrices: Any) -> list[Tensor]:
     """The numbers of each matrix, read by its blocks."""
-    found = []
+    vectors = []
     for matrix in matrices:
-        numbers = torch.zeros(matrix.numel, dtype=kept.dtype)
+        numbers = torch.zeros(matrix.numel, dtype=factored.dtype)
         for block in matrix.blocks:
             region = block.region
             box = tuple(
                 slice(first, first + step * count, step)
                 for first, step, count in zip(region.offset, region.step, region.shape, strict=True)
             )
-            numbers.as_strided(region.shape, block.strides, block.start).copy_(kept[box])
-        found.append(numbers)
-    return found
+            numbers.as_strided(region.shape, block.strides, block.start).copy_(factored[box])
+        vectors.append(numbers)
+    return vectors
 
 
 def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
@@ -99,8 +99,8 @@ def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
     factored = replace(layout, shape=(10, 1))
     assert [factored.local_shape(rank) for rank in range(4)] == [(3, 1), (3, 1), (3, 1), (1, 1)]
     flat = FlatShards.cut((3, 4), (0, 1, 2), (0, 5, 6, 12))  # the second row begins on rank 0, the third on rank 2
-    (found,) = factored_in_buffers({"w": (flat, (3, 1))}).values()
-    assert [[i.length for i in found.intervals_of(rank)] for rank in range(3)] == [[2], [], [1]]
+    (in_buffer,) = factored_in_buffers({"w": (flat, (3, 1))}).values()
+    assert [[i.length for i in in_buffer.intervals_of(rank)] for rank in range(3)] == [[2], [], [1]]
 
 
 def check(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout, side: Side) -> None:
@@ -132,35 +132,35 @@ def check(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout
 
 
 @generated(st.one_of(fuzzing.on_mesh(largest=30), fuzzing.with_momentum_elsewhere()), COUNT // 4)
-def test_on_any_mesh_each_owner_gets_every_number_once(held: fuzzing.Held) -> None:
-    (source,) = held.sources
+def test_on_any_mesh_each_owner_gets_every_number_once(case: fuzzing.Held) -> None:
+    (source,) = case.sources
     for side in SIDES:
-        shrunk, _ = factored_matrices("w", held.shapes[0], held.specs[0], side)
+        shrunk, _ = factored_matrices("w", case.shapes[0], case.specs[0], side)
         if isinstance(source, MeshLayout):
             factored: Layout = replace(source, shape=shrunk)
         else:
             assert isinstance(source, FlatShards)
             factored = factored_in_buffers({"w": (source, shrunk)})["w"]
-        check(held.shapes[0], held.specs[0], factored, source, side)
+        check(case.shapes[0], case.specs[0], factored, source, side)
 
 
 @generated(fuzzing.in_flat_buffers(largest=30), COUNT // 4)
-def test_in_flat_buffers_each_owner_gets_every_number_once(held: fuzzing.Held) -> None:
+def test_in_flat_buffers_each_owner_gets_every_number_once(case: fuzzing.Held) -> None:
     for side in SIDES:
         pairs = {}
-        for number, (shape, spec, layout) in enumerate(zip(held.shapes, held.specs, held.targets, strict=True)):
+        for number, (shape, spec, layout) in enumerate(zip(case.shapes, case.specs, case.targets, strict=True)):
             assert isinstance(layout, FlatShards)
             pairs[str(number)] = layout, factored_matrices("w", shape, spec, side)[0]
-        found = factored_in_buffers(pairs)
-        for number, (shape, spec) in enumerate(zip(held.shapes, held.specs, strict=True)):
-            check(shape, spec, found[str(number)], held.targets[number], side)
-        for rank in held.targets[0].ranks:  # end to end, without gaps or overlaps
-            lengths = [interval for layout in found.values() for interval in layout.intervals_of(rank)]
+        factored = factored_in_buffers(pairs)
+        for number, (shape, spec) in enumerate(zip(case.shapes, case.specs, strict=True)):
+            check(shape, spec, factored[str(number)], case.targets[number], side)
+        for rank in case.targets[0].ranks:  # end to end, without gaps or overlaps
+            lengths = [interval for layout in factored.values() for interval in layout.intervals_of(rank)]
             position = 0
             for interval in lengths:
                 assert interval.start == position
                 position += interval.length
-            assert {layout.local_shape(rank) for layout in found.values()} == {(position,)}
+            assert {layout.local_shape(rank) for layout in factored.values()} == {(position,)}
 
 
 def test_a_factored_state_that_misses_a_number_is_found() -> None:

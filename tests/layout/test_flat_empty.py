@@ -54,17 +54,17 @@ class Case:
         self.model = nn.Module()
         for seed, (name, shape) in enumerate(SHAPES.items()):
             if name in self.layouts:
-                self.model.register_parameter(name, nn.Parameter(self.mine(name, number(seed, shape))))
-        held = dict(self.model.named_parameters())
-        names = [name for name in SPECS if name in held]
-        muon = {"params": [(name, held[name]) for name in names], "matrices": [SPECS[name] for name in names]}
-        rest = [(name, held[name]) for name in held if name not in SPECS]
+                self.model.register_parameter(name, nn.Parameter(self.local_part(name, number(seed, shape))))
+        parameters = dict(self.model.named_parameters())
+        names = [name for name in SPECS if name in parameters]
+        muon = {"params": [(name, parameters[name]) for name in names], "matrices": [SPECS[name] for name in names]}
+        rest = [(name, parameters[name]) for name in parameters if name not in SPECS]
         groups = [{**muon, **RULES[rule], "name": "matrices"}]
         groups += [{"params": rest, "algorithm": "adamw", "name": "others"}] if others else []
         settings = {"compute_dtype": torch.float32, "lr": 0.1, **settings}
         self.optimizer = mm.Muon(groups, layouts=self.layouts, **settings)
 
-    def mine(self, name: str, whole: Tensor) -> Tensor:
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
         return layouts.cut(whole, self.layouts[name], this_rank())
 
     def advance(self, first: int, last: int) -> list[float]:
@@ -72,7 +72,7 @@ class Case:
         for step in range(first, last):
             for seed, (name, shape) in enumerate(SHAPES.items()):
                 if name in self.model._parameters:
-                    self.model.get_parameter(name).grad = self.mine(name, number(100 * step + seed, shape))
+                    self.model.get_parameter(name).grad = self.local_part(name, number(100 * step + seed, shape))
             norms.append(float(self.optimizer.clip_grad_norm_(1.0, policy="all", skip_above="4x")))
             self.optimizer.step()
             self.optimizer.metrics()
@@ -92,8 +92,8 @@ def trained(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str,
 
 def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
     for name, expected in whole.items():
-        found = torch.cat([part[name] for part in parts if name in part])
-        assert torch.equal(found, expected.flatten()), name
+        joined = torch.cat([part[name] for part in parts if name in part])
+        assert torch.equal(joined, expected.flatten()), name
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
 def test_ranks_that_hold_nothing_list_an_empty_tensor(workers, rule: str, settings: dict[str, Any]) -> None:
     """Weights and norms are bit for bit those of one process."""
     norms, whole = trained(rule, settings)
-    found = workers(4).run(trained, rule, settings, timeout=30.0)
-    for each, _ in found:  # fp64 sums, which round by the order of their summands
-        assert each == pytest.approx(norms, rel=1e-14)
-    check([part for _, part in found], whole)
+    outcomes = workers(4).run(trained, rule, settings, timeout=30.0)
+    for rank_norms, _ in outcomes:  # fp64 sums, which round by the order of their summands
+        assert rank_norms == pytest.approx(norms, rel=1e-14)
+    check([part for _, part in outcomes], whole)
 
 
 def saved(path: str) -> None:
@@ -140,21 +140,21 @@ def test_their_checkpoints_move_to_one_process_and_back(workers, tmp_path: Path)
     check(workers(4).run(loaded, str(tmp_path / "one"), timeout=30.0), whole)
 
 
-def differing(what: str) -> None:
+def differing(fault: str) -> None:
     """A rank does otherwise than its layouts say, or than the ranks with which it shares a parameter."""
     case = Case("muon")
     rank, groups = dist.get_rank(), case.optimizer.param_groups
-    if what == "forgotten" and rank == 1:
+    if fault == "forgotten" and rank == 1:
         del groups[0]["params"][0], groups[0]["param_names"][0], groups[0]["matrices"][0]
-    if what == "unlisted" and rank == 3:
+    if fault == "unlisted" and rank == 3:
         groups[1]["params"].clear(), groups[1]["param_names"].clear()
-    if what == "rate" and rank == 2:
+    if fault == "rate" and rank == 2:
         groups[0]["lr"] = 0.2
     case.advance(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("fault", "message"),
     [
         ("forgotten", r"layouts: found \['first'\]; needed names of parameters in the groups of this rank"),
         ("unlisted", r"found \['bias', 'embedding'\].*of which this rank holds nothing, list an empty tensor"),
@@ -162,8 +162,8 @@ def differing(what: str) -> None:
     ],
     ids=["a part is not listed", "an empty tensor is not listed", "a rate differs"],
 )
-def test_what_is_wrong_on_one_rank_ends_on_all(workers, what: str, message: str) -> None:
+def test_what_is_wrong_on_one_rank_ends_on_all(workers, fault: str, message: str) -> None:
     """Ranks that hold nothing too: they take part in what the others wait for."""
-    for outcome in workers(4).run_expecting_errors(differing, what, timeout=20.0):
+    for outcome in workers(4).run_expecting_errors(differing, fault, timeout=20.0):
         assert outcome.error is not None
         assert re.search(message, outcome.message)

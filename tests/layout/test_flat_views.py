@@ -15,24 +15,24 @@ BORDERS = {"matrix": (0, 10, 35), "vector": (0, 0, 3)}  # the first rank holds n
 def trained(how: str) -> list[torch.Tensor]:
     """Two steps of shards that are views of parameters, or parameters themselves."""
     rank = dist.get_rank()
-    held = {}
+    tensors = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         generator = torch.Generator().manual_seed(number)
         low, high = BORDERS[name][rank : rank + 2]
         parameter = nn.Parameter(torch.randn(shape, generator=generator).flatten()[low:high].clone())
-        held[name] = parameter.view(-1)[:] if how == "views" else parameter
+        tensors[name] = parameter.view(-1)[:] if how == "views" else parameter
     groups = [
-        {"params": [("matrix", held["matrix"])], "matrices": ["whole"]},
-        {"params": [("vector", held["vector"])], "algorithm": "adamw"},
+        {"params": [("matrix", tensors["matrix"])], "matrices": ["whole"]},
+        {"params": [("vector", tensors["vector"])], "algorithm": "adamw"},
     ]
     layouts = {name: mm.FlatShards.cut(SHAPES[name], (0, 1), borders) for name, borders in BORDERS.items()}
     optimizer = mm.Muon(groups, layouts=layouts, compute_dtype=torch.float32)
     for _ in range(2):
-        for tensor in held.values():
+        for tensor in tensors.values():
             tensor.grad = torch.arange(tensor.numel()) + 1.0 + rank
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-    return [tensor.detach().clone() for tensor in held.values()]
+    return [tensor.detach().clone() for tensor in tensors.values()]
 
 
 def test_views_are_stepped_as_parameters_are(workers) -> None:

@@ -140,23 +140,23 @@ def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataOb
     layout = data.draw(layouts(shape))
     matrices = split_matrices("w", shape, spec)
     flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
-    one = st.sampled_from(layout.ranks)
-    asked = data.draw(st.dictionaries(st.sampled_from([m.index for m in matrices]), one, min_size=1))
-    known = {("w", layout.ranks, index): owner for index, owner in asked.items()}
+    owners = st.sampled_from(layout.ranks)
+    chosen = data.draw(st.dictionaries(st.sampled_from([m.index for m in matrices]), owners, min_size=1))
+    fixed = {("w", layout.ranks, index): owner for index, owner in chosen.items()}
     parameter = Parameter("w", layout, layout, matrices, flops, "")
-    plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), fixed_owners=known)
-    assert {a.matrix.index: a.owner for a in plan.assignments}.items() >= asked.items()
+    plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), fixed_owners=fixed)
+    assert {a.matrix.index: a.owner for a in plan.assignments}.items() >= chosen.items()
 
     whole = torch.arange(math.prod(shape)).reshape(shape)
     storages = {rank: local_by_torch(whole, layout, rank) for rank in layout.ranks}
     expected = [canonical(matrix) for matrix in split(whole, spec)]
     written = {rank: torch.zeros(storage.shape, dtype=torch.int64) for rank, storage in storages.items()}
     for bucket in range(len(plan.buckets)):
-        there = {rank: plan.routes(bucket, rank, gather=True) for rank in plan.ranks}
-        back = {rank: plan.routes(bucket, rank, gather=False) for rank in plan.ranks}
+        to_owners = {rank: plan.routes(bucket, rank, gather=True) for rank in plan.ranks}
+        to_holders = {rank: plan.routes(bucket, rank, gather=False) for rank in plan.ranks}
         counts = {number: torch.zeros(expected[number].shape, dtype=torch.int64) for number in plan.buckets[bucket]}
         moved = {True: False, False: False}
-        for gather, routes in ((True, there), (False, back)):
+        for gather, routes in ((True, to_owners), (False, to_holders)):
             for rank in plan.ranks:
                 for holder, legs in routes[rank].assembled.items():
                     assert routes[holder].stored[rank] == legs  # both ends agree

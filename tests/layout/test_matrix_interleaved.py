@@ -21,9 +21,9 @@ COVERS = ("layout.matrix.assemble",)
 
 def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:
     """The matrices by hand: what index i of dim belongs to depends on its place within a turn."""
-    place = torch.arange(x.shape[dim]) % sum(runs)
+    position = torch.arange(x.shape[dim]) % sum(runs)
     ends = [sum(runs[: i + 1]) for i in range(len(runs))]
-    masks = [(end - run <= place) & (place < end) for run, end in zip(runs, ends, strict=True)]
+    masks = [(end - run <= position) & (position < end) for run, end in zip(runs, ends, strict=True)]
     return [x[mask] if dim == 0 else x[:, mask] for mask in masks]
 
 
@@ -59,9 +59,9 @@ def test_the_regions_are_those_cut_by_hand(data: st.DataObject) -> None:
     expected = [m for x in slices for m in cut(x.mT if transposed else x, runs, dim)]
 
     layout = data.draw(layouts(shape))
-    found = assembled_by_hand(whole, spec, layout)
-    assert [tuple(m.shape) for m in found] == [tuple(canonical(m).shape) for m in expected]
-    assert all(torch.equal(f, canonical(e)) for f, e in zip(found, expected, strict=True))
+    matrices = assembled_by_hand(whole, spec, layout)
+    assert [tuple(m.shape) for m in matrices] == [tuple(canonical(m).shape) for m in expected]
+    assert all(torch.equal(f, canonical(e)) for f, e in zip(matrices, expected, strict=True))
     assert [(m.rows, m.cols) for m in split_matrices("w", shape, spec)] == [tuple(m.shape) for m in expected]
     planned(shape, spec, layout)  # which proves that the matrices tile the parameter
 
@@ -75,8 +75,8 @@ def test_megatron_qkv() -> None:
     spec = ("interleaved", (heads // groups * head_dim, head_dim, head_dim), 0)
     for placement in (Shard(0), Shard(0, 2)):
         layout = MeshLayout(tuple(qkv.shape), (2,), (0, 1), (placement,))
-        for found, expected in zip(assembled_floats(qkv, spec, layout), (q, k, v), strict=True):
-            assert torch.equal(found, canonical(expected))
+        for matrix, expected in zip(assembled_floats(qkv, spec, layout), (q, k, v), strict=True):
+            assert torch.equal(matrix, canonical(expected))
 
 
 def assembled_floats(whole: Tensor, spec: Any, layout: MeshLayout) -> list[Tensor]:
@@ -97,8 +97,8 @@ def test_a_step_is_that_of_the_separate_matrices() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert not torch.equal(fused.detach(), whole)
-    for found, expected in zip(cut(fused.detach(), [6, 2, 1], 0), apart, strict=True):
-        assert torch.equal(found, expected.detach())
+    for matrix, expected in zip(cut(fused.detach(), [6, 2, 1], 0), apart, strict=True):
+        assert torch.equal(matrix, expected.detach())
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_step_is_that_of_the_separate_matrices() -> None:
 )
 def test_forms_that_say_the_same(unequal: Any, equal: Any) -> None:
     whole = torch.arange(12 * 6).reshape(12, 6)
-    one = MeshLayout.replicated((12, 6), (0,))
-    pairs = zip(assembled_by_hand(whole, unequal, one), assembled_by_hand(whole, equal, one), strict=True)
+    layout = MeshLayout.replicated((12, 6), (0,))
+    pairs = zip(assembled_by_hand(whole, unequal, layout), assembled_by_hand(whole, equal, layout), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
 

@@ -55,41 +55,41 @@ def plans(draw: st.DrawFn) -> Plan:
 
 def pieces_of(plan: Plan, rank: int, *, momentum: bool) -> Counter[Any]:
     """What a rank stores of each matrix: every block of its storage with every block of the matrix."""
-    found: Counter[Any] = Counter()
+    counts: Counter[Any] = Counter()
     for number, assignment in enumerate(plan.assignments):
         parameter = plan.parameters[assignment.parameter]
         layout = parameter.momentum_storage if momentum else parameter.target
-        for ours, block in itertools.product(layout.blocks(rank), assignment.matrix.blocks):
-            if (piece := overlap(ours, block)) is not None:
-                found[number, piece] += 1
-    return found
+        for stored, block in itertools.product(layout.blocks(rank), assignment.matrix.blocks):
+            if (piece := overlap(stored, block)) is not None:
+                counts[number, piece] += 1
+    return counts
 
 
 def places(row: Row) -> set[int]:
     """Where the elements of a row lie in its buffer."""
     steps = [[k * step for k in range(size)] for size, step in zip(row.piece.shape, row.strides, strict=True)]
-    return {row.start + sum(one) for one in itertools.product(*steps)}
+    return {row.start + sum(steps_along) for steps_along in itertools.product(*steps)}
 
 
 def check_buffers(rows: list[Row], batches: Any, plan: Plan) -> None:
     """Rows in matrices lie where their elements belong; rows on the wire follow each other; no two share a place."""
-    taken: dict[int, set[int]] = {}
+    occupied: dict[int, set[int]] = {}
     for row in rows:
         if row.buffer == NOWHERE:
             continue
         assert row.parameter == plan.assignments[row.assignment].parameter
-        own = places(row)
-        assert len(own) == row.piece.numel
-        assert not own & taken.setdefault(row.buffer, set())
-        taken[row.buffer] |= own
+        positions = places(row)
+        assert len(positions) == row.piece.numel
+        assert not positions & occupied.setdefault(row.buffer, set())
+        occupied[row.buffer] |= positions
         if row.buffer < len(batches):
             numel = plan.assignments[row.assignment].matrix.numel
             first = batches[row.buffer].index(row.assignment) * numel
             assert (row.start, row.strides) == (first + row.piece.matrix_start, row.piece.matrix_strides)
         else:
             assert row.strides == row_major(row.piece.shape)
-    for buffer, some in taken.items():
-        assert buffer < len(batches) or some == set(range(len(some)))
+    for buffer, filled in occupied.items():
+        assert buffer < len(batches) or filled == set(range(len(filled)))
 
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
@@ -104,9 +104,9 @@ def test_tables_hold_each_piece_once_and_where_it_belongs(plan: Plan) -> None:
             for table in (local.reads, local.writes):
                 check_buffers(list(table.rows), [local.assignments], plan)
         for stage in schedule.stages:
-            there = schedule.gather(stage)
-            results = [out for _, out, *_ in schedule.batches(stage, there.matrices)]
-            check_buffers(list(there.reads.table.rows), stage.batches, plan)
+            gather = schedule.gather(stage)
+            results = [out for _, out, *_ in schedule.batches(stage, gather.matrices)]
+            check_buffers(list(gather.reads.table.rows), stage.batches, plan)
             check_buffers(list(stage.staying.rows), stage.batches, plan)
             reads.update((row.assignment, row.piece) for row in stage.reads.rows)
             writes.update((row.assignment, row.piece) for row in stage.staying.rows)
@@ -132,13 +132,17 @@ def test_joined_rows_have_the_same_elements(drawn: list[tuple[int, int, int, int
         piece = Piece(shape, 4 * storage, row_major(shape), 0, row_major(shape))
         rows.append(Row(assignment, 0, piece, 0, 5 * start, row_major(shape)))
 
-    def elements(some: Any) -> Counter[tuple[int, int, int]]:
-        found: Counter[tuple[int, int, int]] = Counter()
-        for row in some:
+    def elements(table: Any) -> Counter[tuple[int, int, int]]:
+        counts: Counter[tuple[int, int, int]] = Counter()
+        for row in table:
             for at in itertools.product(*(range(size) for size in row.piece.shape)):
-                here = row.piece.storage_start + sum(k * s for k, s in zip(at, row.piece.storage_strides, strict=True))
-                found[row.assignment, here, row.start + sum(k * s for k, s in zip(at, row.strides, strict=True))] += 1
-        return found
+                position = row.piece.storage_start + sum(
+                    k * s for k, s in zip(at, row.piece.storage_strides, strict=True)
+                )
+                counts[
+                    row.assignment, position, row.start + sum(k * s for k, s in zip(at, row.strides, strict=True))
+                ] += 1
+        return counts
 
     assert elements(joined(rows)) == elements(rows)
     assert len(joined(rows)) <= len(rows)
@@ -163,12 +167,12 @@ def test_rows_of_several_matrices_are_one_where_they_lie_evenly(drawn: list[tupl
         sides = ((row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides))
         at = itertools.product(*(range(size) for size in row.piece.shape))
         return [
-            tuple(first + sum(k * s for k, s in zip(one, steps, strict=True)) for first, steps in sides)  # type: ignore[misc]
-            for one in at
+            tuple(first + sum(k * s for k, s in zip(index, steps, strict=True)) for first, steps in sides)  # type: ignore[misc]
+            for index in at
         ]
 
-    found = evenly(rows)
-    assert (found is not None) >= (even and len(rows) > 1)
-    if found is not None:
-        assert elements(found) == [pair for row in rows for pair in elements(row)]
-        assert {row.parameter for row in rows} == {found.parameter}
+    merged = evenly(rows)
+    assert (merged is not None) >= (even and len(rows) > 1)
+    if merged is not None:
+        assert elements(merged) == [pair for row in rows for pair in elements(row)]
+        assert {row.parameter for row in rows} == {merged.parameter}

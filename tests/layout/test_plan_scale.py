@@ -86,11 +86,11 @@ def check_cover(plan: Plan) -> None:
     assert sum(a.matrix.numel for a in plan.assignments) == sum(math.prod(p.target.shape) for p in plan.parameters)
     kinds = {plan.parameters[a.parameter].target.shape + a.matrix.shape: a for a in plan.assignments}
     for assignment in kinds.values():
-        place = plan.parameters[assignment.parameter].target
-        held = [sum(piece.numel for piece in pieces(place, rank, assignment.matrix)) for rank in place.ranks]
-        assert sum(held) == assignment.matrix.numel * place.copies()
-        of = dict(zip(place.ranks, held, strict=True))
-        assert sum(of[rank] for rank in place.replica(assignment.owner)) == assignment.matrix.numel
+        layout = plan.parameters[assignment.parameter].target
+        counts = [sum(piece.numel for piece in pieces(layout, rank, assignment.matrix)) for rank in layout.ranks]
+        assert sum(counts) == assignment.matrix.numel * layout.copies()
+        of = dict(zip(layout.ranks, counts, strict=True))
+        assert sum(of[rank] for rank in layout.replica(assignment.owner)) == assignment.matrix.numel
 
 
 def check_routes(plan: Plan, rank: int) -> None:
@@ -184,8 +184,8 @@ def test_experts_that_one_rank_holds_whole_stay_there() -> None:
     experts = [a for a in plan.assignments if ".experts." in a.matrix.parameter]
     assert len(experts) == 4 * 64 * 3
     for assignment in experts:
-        place = plan.parameters[assignment.parameter].momentum_storage
-        assert assignment.owner in place.holders(assignment.matrix.blocks[0].region)
+        layout = plan.parameters[assignment.parameter].momentum_storage
+        assert assignment.owner in layout.holders(assignment.matrix.blocks[0].region)
     counts = Counter(assignment.owner // 32 for assignment in experts)
     assert counts[0] + counts[1] == len(experts)
     assert abs(counts[0] - counts[1]) <= 0.1 * len(experts)

@@ -39,18 +39,18 @@ BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
 # ------------------------------------------------------------------ bits
 
 
-def stepped(held: layouts.Held, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
+def stepped(holding: layouts.Held, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
     with machines(machine):
-        optimizer = mm.Muon(held.groups, **held.settings, **{**problem.SETTINGS, **settings})
+        optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **settings})
     for step in range(4):
-        held.give(problem.zeroed(step))
+        holding.give(problem.zeroed(step))
         optimizer.step()
     settings = {key: value for key, value in settings.items() if key != "shard_state"}
-    differing = problem.differing(held.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
-    told, did = optimizer.explain(), optimizer.counts
-    promised = told.collectives, told.bytes_sent, told.bytes_received
+    differing = problem.differing(holding.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
+    explanation, did = optimizer.explain(), optimizer.counts
+    promised = explanation.collectives, explanation.bytes_sent, explanation.bytes_received
     passes = passes_on(optimizer)
-    assert ("enter each machine once" in str(told)) == bool(told.relayed)
+    assert ("enter each machine once" in str(explanation)) == bool(explanation.relayed)
     return differing, promised, (did.collectives, did.bytes_sent, did.bytes_received), passes
 
 
@@ -63,10 +63,10 @@ def passes_on(optimizer: mm.Muon) -> bool:
 
 
 def on_mesh(name: str, settings: dict[str, Any], machine: int, hold: str = "dtensors") -> Any:
-    sizes, place = {**layouts.MESHES, **EIGHT}[name]
-    placed = lambda _, shape: place(len(shape))  # noqa: E731
-    held = getattr(layouts, hold)(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
-    return stepped(held, settings, machine)
+    sizes, placements = {**layouts.MESHES, **EIGHT}[name]
+    placed = lambda _, shape: placements(len(shape))  # noqa: E731
+    holding = getattr(layouts, hold)(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
+    return stepped(holding, settings, machine)
 
 
 def in_flat_buffers(settings: dict[str, Any], machine: int) -> Any:
@@ -117,20 +117,20 @@ def test_replicas_that_are_cut_at_other_places_are_sent_results_by_owners(worker
 
 def with_sums(name: str, machine: int, bucket: float) -> list[str]:
     """AdaMuon adds up squares of each whole matrix before weights are written; compared with no machines."""
-    found = []
+    results = []
     for ranks in (machine, 0):
-        sizes, place = {**layouts.MESHES, **EIGHT}[name]
-        placed = lambda _, shape, place=place: place(len(shape))  # noqa: E731
-        held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
-        held.groups[0]["algorithm"] = "adamuon"
+        sizes, placements = {**layouts.MESHES, **EIGHT}[name]
+        placed = lambda _, shape, placements=placements: placements(len(shape))  # noqa: E731
+        holding = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
+        holding.groups[0]["algorithm"] = "adamuon"
         with machines(ranks):
-            optimizer = mm.Muon(held.groups, **held.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
+            optimizer = mm.Muon(holding.groups, **holding.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
         for step in range(3):
-            held.give(problem.gradients(step))
+            holding.give(problem.gradients(step))
             optimizer.step()
-        found.append(held.whole(optimizer))
+        results.append(holding.whole(optimizer))
         assert optimizer._runtime.ranks.machine == ranks
-    return problem.differing(*found)
+    return problem.differing(*results)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -160,31 +160,31 @@ SHAPES = [(64, 96)] * 16 + [(120, 32)] * 8
 
 
 def weights_on(sizes: tuple[int, ...], placements: list[Any]) -> dict[str, nn.Parameter]:
-    found = {}
+    weights = {}
     for number, shape in enumerate(SHAPES):
         value = torch.randn(shape, generator=torch.Generator().manual_seed(number))
         placed: Tensor = distribute_tensor(value, mesh_of(sizes), placements, src_data_rank=None)
-        found[f"w{number}"] = nn.Parameter(placed)
-        found[f"w{number}"].grad = found[f"w{number}"].detach().clone()
-    return found
+        weights[f"w{number}"] = nn.Parameter(placed)
+        weights[f"w{number}"].grad = weights[f"w{number}"].detach().clone()
+    return weights
 
 
 def far(
-    sizes: tuple[int, ...], placements: list[Any], machine: int, told: int, bucket: float
+    sizes: tuple[int, ...], placements: list[Any], machine: int, declared: int, bucket: float
 ) -> tuple[float, int, int]:
     """Bytes that this rank sends to other machines in a step; the bytes it counts, and those of a forecast."""
     weights = weights_on(sizes, placements)
-    with machines(told):
+    with machines(declared):
         optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
     optimizer.step()
-    with SentTo(dist.get_world_size(), machine) as seen:
+    with SentTo(dist.get_world_size(), machine) as sent:
         optimizer.step()
     storages = {member.name: member.storage.layout for member in placed_members(optimizer)}
-    places = [Weight(name, place, "whole") for name, place in storages.items() if place is not None]
+    places = [Weight(name, layout, "whole") for name, layout in storages.items() if layout is not None]
     on_device = bucket / (2 if len(sizes) > 1 else 4)  # where the same buckets take so much less than on a CPU
-    found = forecast(places, rank=dist.get_rank(), memory_budget_mb=on_device, machine=told)
-    assert found.collectives == optimizer.counts.collectives
-    return seen.far, optimizer.counts.bytes_sent, found.bytes_sent
+    forecasted = forecast(places, rank=dist.get_rank(), memory_budget_mb=on_device, machine=declared)
+    assert forecasted.collectives == optimizer.counts.collectives
+    return sent.far, optimizer.counts.bytes_sent, forecasted.bytes_sent
 
 
 @pytest.mark.parametrize("bucket", [256.0, 0.8, 0.16], ids=["one exchange", "some", "many"])
@@ -217,23 +217,23 @@ def test_one_copy_enters_each_other_machine(workers, sizes: Any, placements: Any
 # ------------------------------------------------------------------ what ranks agree on
 
 
-def stepped_where(told: list[tuple[int, int]]) -> tuple[int, bool]:
+def stepped_where(local_ranks: list[tuple[int, int]]) -> tuple[int, bool]:
     """Step where each rank is told how many ranks its machine has, and which of them it is."""
     weights = weights_on((4,), [Replicate()])
-    with machines(told[dist.get_rank()][0]):
-        os.environ["LOCAL_RANK"] = str(told[dist.get_rank()][1])
+    with machines(local_ranks[dist.get_rank()][0]):
+        os.environ["LOCAL_RANK"] = str(local_ranks[dist.get_rank()][1])
         optimizer = mm.Muon(list(weights.items()))
     optimizer.step()
     return optimizer._runtime.ranks.machine, passes_on(optimizer)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "local_ranks",
     [[(1, 0), (3, 0), (3, 1), (3, 2)], [(2, 0), (2, 0), (2, 1), (2, 1)]],
     ids=["unequal machines", "ranks that are not numbered machine by machine"],
 )
-def test_nothing_is_passed_on_among(workers, told: list[tuple[int, int]]) -> None:
-    assert workers(4).run(stepped_where, told) == [(0, False)] * 4
+def test_nothing_is_passed_on_among(workers, local_ranks: list[tuple[int, int]]) -> None:
+    assert workers(4).run(stepped_where, local_ranks) == [(0, False)] * 4
 
 
 def test_something_is_passed_on_among_equal_machines(workers) -> None:
@@ -253,7 +253,7 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
     communicator, compute = owners.communicator, owners._compute
     all_to_all, finish = communicator.start, communicator.finish
     going: set[int] = set()
-    found: list[int] = []
+    counts: list[int] = []
 
     def begun(moved: Any) -> Any:
         transfer = all_to_all(moved)
@@ -265,18 +265,18 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
         finish(transfer)
         going.discard(id(transfer))
 
-    def computed(*given: Any) -> None:
-        found.append(len(going))
-        compute(*given)
+    def computed(*arguments: Any) -> None:
+        counts.append(len(going))
+        compute(*arguments)
 
     communicator.start, communicator.finish, owners._compute = begun, ended, computed
     optimizer.step()
     assert not going
-    return len(owners.schedule.stages), found
+    return len(owners.schedule.stages), counts
 
 
 @pytest.mark.parametrize("bucket", [0.24, 0.12])
 def test_results_travel_while_the_next_bucket_is_computed(workers, bucket: float) -> None:
-    for stages, found in workers(4).run(under_way, bucket):
+    for stages, counts in workers(4).run(under_way, bucket):
         assert stages > 2
-        assert found == [0, *[1] * (stages - 1)]
+        assert counts == [0, *[1] * (stages - 1)]

@@ -92,24 +92,24 @@ def test_every_set_grows_small_singular_values_and_stays_bounded(name: Coefficie
 def test_deflated_is_what_its_script_derives() -> None:
     """And what it does: singular values in [0.012, 1] end where the script says, and smaller ones grow 88 times."""
     script = Path(__file__).parents[2] / "benchmarks" / "studies" / "remez.py"
-    found = json.loads(subprocess.run([sys.executable, script], capture_output=True, check=True, text=True).stdout)
+    derivation = json.loads(subprocess.run([sys.executable, script], capture_output=True, check=True, text=True).stdout)
     polynomials = coefficient_schedule("deflated")
-    for chosen, derived in zip(polynomials, found["polynomials"], strict=True):
+    for chosen, derived in zip(polynomials, derivation["polynomials"], strict=True):
         assert chosen == pytest.approx(derived, rel=1e-12)
     x = torch.logspace(-5, 0, 100_001, dtype=torch.float64)
     ends = x
     for safety, polynomial in zip((1.01, 1.01, 1.04), polynomials, strict=True):
         ends = sum((c * (safety * ends) ** (2 * k + 1) for k, c in enumerate(polynomial)), torch.zeros_like(x))
     inside = ends[x >= 0.012]
-    assert [float(inside.min()), float(inside.max())] == pytest.approx(found["maps to"], abs=1e-6)
+    assert [float(inside.min()), float(inside.max())] == pytest.approx(derivation["maps to"], abs=1e-6)
     assert float(inside.max()) < 1.084
     assert float((ends / x)[0]) / (1.01**2 * 1.04) == pytest.approx(88.4, rel=1e-2)
 
 
 def test_a_sequence_of_one_s_own_may_mix_lengths_and_repeats_its_last() -> None:
-    own = [[1.5, -0.5], (2.0, -1.5, 0.5), (2.1, -1.8, 1.0, -0.3)]
-    assert coefficient_schedule(own, 5) == ((1.5, -0.5), (2.0, -1.5, 0.5), *((2.1, -1.8, 1.0, -0.3),) * 3)
-    assert coefficient_schedule(own, 1) == ((1.5, -0.5),)
+    polynomials = [[1.5, -0.5], (2.0, -1.5, 0.5), (2.1, -1.8, 1.0, -0.3)]
+    assert coefficient_schedule(polynomials, 5) == ((1.5, -0.5), (2.0, -1.5, 0.5), *((2.1, -1.8, 1.0, -0.3),) * 3)
+    assert coefficient_schedule(polynomials, 1) == ((1.5, -0.5),)
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_what_is_refused(coefficients: Any, steps: Any, error: type[Exception], 
 
 
 def test_a_set_of_one_s_own_is_known_by_its_name() -> None:
-    mine = CoefficientSet(((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "repeat_last", steps=4)
-    mm.register_coefficients("test-mine", mine)
+    coefficients = CoefficientSet(((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "repeat_last", steps=4)
+    mm.register_coefficients("test-mine", coefficients)
     x = torch.randn(9, 14, generator=torch.Generator().manual_seed(0))
-    expected = mm.orthogonalize(x, coefficients=[*mine.polynomials, *[mine.polynomials[-1]] * 2])
+    expected = mm.orthogonalize(x, coefficients=[*coefficients.polynomials, *[coefficients.polynomials[-1]] * 2])
     assert torch.equal(mm.orthogonalize(x, coefficients="test-mine"), expected)
     assert mm.orthogonalize(x, coefficients="test-mine", steps=1).norm() != expected.norm()
     optimizer = mm.Muon([torch.nn.Parameter(x.clone())], ns_coefficients="test-mine")
     assert optimizer.param_groups[0]["ns_coefficients"] == "test-mine"
     with pytest.raises(ValueError, match=r"found 'cans', a published set; .* Write register_coefficients\(\"my-cans\""):
-        mm.register_coefficients("cans", mine)
+        mm.register_coefficients("cans", coefficients)
     with pytest.raises(ValueError, match=r"the polynomial \(1.0,\)"):
         mm.register_coefficients("test-short", CoefficientSet(((1.0,),), "cycle"))
     quintic = (3.0, -3.2, 1.2)
@@ -153,9 +153,9 @@ def test_a_set_of_one_s_own_is_known_by_its_name() -> None:
 
 
 def test_ranks_compare_a_set_of_one_s_own_by_its_polynomials(workers) -> None:
-    told = workers(2).run_expecting_errors(registered_otherwise)
-    assert [outcome.error for outcome in told] == [mm.PlanError] * 2
-    assert all("test-ranks" in outcome.message for outcome in told)
+    outcomes = workers(2).run_expecting_errors(registered_otherwise)
+    assert [outcome.error for outcome in outcomes] == [mm.PlanError] * 2
+    assert all("test-ranks" in outcome.message for outcome in outcomes)
 
 
 def registered_otherwise() -> None:
@@ -169,14 +169,14 @@ def registered_otherwise() -> None:
 def test_auto_is_deflated_on_a_cpu_in_bf16_and_else_polar_express() -> None:
     cpu, device = torch.device("cpu"), torch.device("meta")
     assert choose("auto", None, device=cpu) == "deflated"
-    for steps, where, dtype in (
+    for steps, target, dtype in (
         (5, cpu, torch.bfloat16),
         (None, cpu, torch.float32),
         (None, cpu, torch.float64),
         (None, device, torch.bfloat16),
         (None, None, torch.bfloat16),
     ):
-        assert choose("auto", steps, device=where, dtype=dtype) == "polar_express"
+        assert choose("auto", steps, device=target, dtype=dtype) == "polar_express"
     assert choose("quintic", None, device=cpu) == "quintic"
     assert choose([JORDAN], None, device=cpu) == [JORDAN]
     with pytest.raises(ValueError, match="'auto', a published set"):

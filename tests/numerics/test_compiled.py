@@ -59,10 +59,10 @@ def symmetric(rows: int, batch: int, seed: int) -> Tensor:
     return x.triu() + x.triu(1).mT
 
 
-def near(found: Tensor, expected: Tensor, eps: float = 2**-8) -> None:
+def near(result: Tensor, expected: Tensor, eps: float = 2**-8) -> None:
     """One rounding, and sums in fp32; relative to the largest entry."""
     tolerance = (1.01 * eps + 2**-19) * float(expected.abs().max())
-    assert float((found.double() - expected).abs().max()) <= tolerance
+    assert float((result.double() - expected).abs().max()) <= tolerance
 
 
 def has_tiles() -> bool:
@@ -104,9 +104,9 @@ def test_products_against_fp64(rows: int, cols: int, batch: int, table: kernels.
     before = [t.clone() for t in (x, a, b, c)]
     xd, ad, bd, cd = (t.double() for t in (x, a, b, c))
     square, low, long = torch.full_like(a, torch.nan), torch.full_like(a, torch.nan), torch.full_like(x, torch.nan)
-    each = torch.linspace(0.5, 2.0, batch)[:, None, None]
+    scales = torch.linspace(0.5, 2.0, batch)[:, None, None]
 
-    near(table.multiply(x, None, [], square, scale=each), each.double() * (xd @ xd.mT))
+    near(table.multiply(x, None, [], square, scale=scales), scales.double() * (xd @ xd.mT))
     assert torch.equal(square, square.mT)
     near(table.multiply(a, a, [(a, -2.5)], square, alpha=1.25), -2.5 * ad + 1.25 * ad @ ad)
     assert torch.equal(square, square.mT)
@@ -116,13 +116,16 @@ def test_products_against_fp64(rows: int, cols: int, batch: int, table: kernels.
     assert torch.equal(upper, upper.mT), "the lower triangle is the mirror image of the upper one"
     near(table.multiply(a, b, [(c, 0.75)], square, symmetric=False), expected)
     near(table.multiply(a, x, [(x, 1.5)], long, scale=1.0, symmetric=False), 1.5 * xd + ad @ xd)
-    near(table.multiply(a, x, [(x, each)], long, scale=each, symmetric=False), each.double() * (each * xd + ad @ xd))
+    near(
+        table.multiply(a, x, [(x, scales)], long, scale=scales, symmetric=False),
+        scales.double() * (scales * xd + ad @ xd),
+    )
     assert table.exact is not None
-    combined = table.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low, symmetric=False)
-    expected = 0.5 * ad @ bd + each * cd - 3 * ad
+    combined = table.multiply(a, b, ((c, scales), (a, -3.0)), square, 0.5, low=low, symmetric=False)
+    expected = 0.5 * ad @ bd + scales * cd - 3 * ad
     near(combined, expected)
     near(combined.double() + low.double(), expected, eps=2**-16)
-    table.multiply(a, b, ((c, each), (a, -3.0)), square, 0.5, low=low)
+    table.multiply(a, b, ((c, scales), (a, -3.0)), square, 0.5, low=low)
     near((square.double() + low.double()).triu(), expected.triu(), eps=2**-16)
     assert torch.equal(square, square.mT)
     assert torch.equal(low, low.mT)
@@ -141,10 +144,10 @@ def test_what_is_added_is_rounded_once(table: kernels.Matmuls) -> None:
 def all_products(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
     """Every product of a table, bits to be compared."""
     squares, long = [torch.empty_like(a) for _ in range(8)], torch.empty_like(x)
-    each = torch.linspace(0.5, 2.0, len(x))[:, None, None]
+    scales = torch.linspace(0.5, 2.0, len(x))[:, None, None]
     assert table.exact is not None
     return [
-        table.multiply(x, None, [], squares[0], scale=each),
+        table.multiply(x, None, [], squares[0], scale=scales),
         table.multiply(a, a, [(a, -2.5)], squares[1], alpha=1.25),
         table.multiply(a, b, [(b, 0.75)], squares[2]),
         table.multiply(a, b, [(b, 0.75)], squares[3], symmetric=False),
@@ -152,7 +155,7 @@ def all_products(table: kernels.Matmuls, x: Tensor, a: Tensor, b: Tensor) -> lis
         squares[5],
         table.multiply(a, b, ((a, 0.3), (b, 0.1)), squares[6], 0.7, low=squares[7], symmetric=False),
         squares[7],
-        table.multiply(a, x, [(x, each)], long, scale=each, symmetric=False),
+        table.multiply(a, x, [(x, scales)], long, scale=scales, symmetric=False),
         table.exact.row_products(x, long),
     ]
 
@@ -168,11 +171,11 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
         torch.set_num_threads(count)
         assert all(map(torch.equal, all_products(table, x, a, b), expected)), count
     torch.set_num_threads(1)
-    each = torch.linspace(0.5, 2.0, 3)[:, None, None]
+    scales = torch.linspace(0.5, 2.0, 3)[:, None, None]
     for n in range(3):
         alone = x[n : n + 1], a[n : n + 1], b[n : n + 1]
         assert torch.equal(
-            table.multiply(alone[0], None, [], torch.empty_like(alone[1]), scale=each[n : n + 1])[0], expected[0][n]
+            table.multiply(alone[0], None, [], torch.empty_like(alone[1]), scale=scales[n : n + 1])[0], expected[0][n]
         )
         assert torch.equal(
             table.multiply(alone[1], alone[2], [(alone[2], 0.75)], torch.empty_like(alone[1]))[0], expected[2][n]
@@ -188,13 +191,15 @@ def test_every_processor_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
         tiny[:, ::10] *= 2.0**-120
         tiny[:, ::15] *= 2.0**-8
         for y in (x, tiny, x * 2.0**-70):
-            found = {}
+            results = {}
             for variant in RUNS[best]:
                 with monkeypatch.context() as patch:
-                    patch.setattr(compiled, "library", lambda _="", other=compiled.library, own=variant: other(own))
-                    found[variant] = [*all_products(TABLE, y, a, b), *loaded(y)]
+                    patch.setattr(
+                        compiled, "library", lambda _="", other=compiled.library, chosen=variant: other(chosen)
+                    )
+                    results[variant] = [*all_products(TABLE, y, a, b), *loaded(y)]
             for variant in RUNS[best]:
-                assert all(map(torch.equal, found[variant], found[best])), variant
+                assert all(map(torch.equal, results[variant], results[best])), variant
 
 
 def test_the_mode_of_the_processor_is_given_back(table: kernels.Matmuls) -> None:
@@ -220,10 +225,10 @@ def test_load_is_that_of_torch_s_operations(shape: tuple[int, int], exponent: in
     x[1] = 0
     expected = torch.empty(3, *sorted(shape), dtype=torch.bfloat16)
     norms = load(x, expected, as_batch=False)
-    out, found = loaded(x)
-    assert found[1] == 1
+    out, loaded_norms = loaded(x)
+    assert loaded_norms[1] == 1
     assert torch.equal(out, expected)
-    torch.testing.assert_close(found, norms.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loaded_norms, norms.float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -256,11 +261,13 @@ def test_it_is_as_near_to_the_polar_factor_as_torch_s(
 ) -> None:
     x = random_bf16(*shape).float()
     u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    found, usual = (
-        float((orthogonalize(x, coefficients=coefficients, kernels=each).double() - u @ vh).norm() / (u @ vh).norm())
-        for each in (name, "torch")
+    error, torch_error = (
+        float(
+            (orthogonalize(x, coefficients=coefficients, kernels=products).double() - u @ vh).norm() / (u @ vh).norm()
+        )
+        for products in (name, "torch")
     )
-    assert found < 1.05 * usual + 0.003
+    assert error < 1.05 * torch_error + 0.003
     wide, tall = (orthogonalize(y, coefficients=coefficients, kernels=name) for y in (x, x.mT))
     assert torch.equal(tall, wide.mT)
 
@@ -293,14 +300,16 @@ def test_all_steps_in_one_call_have_the_bits_of_single_steps(
         for variant in variants:
             with monkeypatch.context() as patch:
                 if name != "amx":
-                    patch.setattr(compiled, "library", lambda _="", other=compiled.library, own=variant: other(own))
+                    patch.setattr(
+                        compiled, "library", lambda _="", other=compiled.library, chosen=variant: other(chosen)
+                    )
                 whole = Orthogonalizer.of(*shape, coefficients=coefficients, device=x.device, **options)
                 assert whole.products.small is not None
                 out = torch.full_like(x, 7.0)
                 whole.products.small.run(x, out, whole.quintics)
-                for found, expected in ((whole(x), out), (out, step_by_step(whole, x))):
-                    assert torch.equal(found.isnan(), expected.isnan())
-                    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+                for result, expected in ((whole(x), out), (out, step_by_step(whole, x))):
+                    assert torch.equal(result.isnan(), expected.isnan())
+                    assert torch.equal(result.nan_to_num(), expected.nan_to_num())
                 assert not out[5:].isfinite().any()
                 assert not out[3].any()
                 apart = torch.empty(3, *shape[::-1], dtype=x.dtype).mT.copy_(x[:3])
@@ -312,9 +321,9 @@ def test_a_matrix_of_another_batch_does_not_decide_what_is_added() -> None:
     x, a = random_bf16(2, 5, 9), symmetric(5, 2, 1)
     x[0, 0, 0] = math.inf
     scale = torch.tensor([1.0, math.nan])[:, None, None]
-    both = TABLE.multiply(a, x, [(x, 0.0)], torch.empty_like(x), scale=scale, symmetric=False)
-    one = TABLE.multiply(a[:1], x[:1], [(x[:1], 0.0)], torch.empty_like(x[:1]), scale=scale[:1], symmetric=False)
-    assert torch.equal(both[0].nan_to_num(), one[0].nan_to_num())
+    pair = TABLE.multiply(a, x, [(x, 0.0)], torch.empty_like(x), scale=scale, symmetric=False)
+    single = TABLE.multiply(a[:1], x[:1], [(x[:1], 0.0)], torch.empty_like(x[:1]), scale=scale[:1], symmetric=False)
+    assert torch.equal(pair[0].nan_to_num(), single[0].nan_to_num())
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak)])
@@ -324,13 +333,13 @@ def test_all_steps_on_one_gram_matrix_are_as_accurate_as_one_by_one(seed: int) -
     along = torch.linspace(0, 1, 384, dtype=torch.float64)
     for s in (10 ** (-along), 10 ** (-2 * along), 10 ** (-4 * along), (along > 0.1) + 1e-3, (along < 0.02) + 0.01):
         x = ((u * s) @ vh).bfloat16()
-        one_by_one, at_once = (
+        one_by_one, by_gram = (
             orthogonalize(x, coefficients="deflated", kernels="compiled", method=method).double()
             for method in ("standard", "gram")
         )
-        errors = [float((y - u @ vh).norm() / 384**0.5) for y in (one_by_one, at_once)]
+        errors = [float((y - u @ vh).norm() / 384**0.5) for y in (one_by_one, by_gram)]
         assert errors[1] < 1.08 * errors[0] + 0.002
-        assert float(torch.linalg.matrix_norm(at_once, 2)) < 1.17
+        assert float(torch.linalg.matrix_norm(by_gram, 2)) < 1.17
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
@@ -338,14 +347,14 @@ def test_all_steps_at_once_are_the_polynomials(steps: int) -> None:
     """Against the polynomials in fp64; deflation has little to bring down, since all values are near each other."""
     u, _, vh = torch.linalg.svd(random_bf16(384, 800).double(), full_matrices=False)
     s = torch.linspace(0.9, 1.0, 384, dtype=torch.float64)
-    found = orthogonalize(
+    result = orthogonalize(
         ((u * s) @ vh).bfloat16(), coefficients="deflated", steps=steps, kernels="compiled", method="gram"
     )
     values = s / s.pow(8).sum() ** 0.125
     values[-64:] = values[-64]  # at most; by how much hardly shows
     for p in coefficient_schedule("deflated", steps):
         values = sum(c * values ** (2 * k + 1) for k, c in enumerate(p))
-    ends = torch.einsum("ij,ik,kj->j", u, found.double(), vh.mT)
+    ends = torch.einsum("ij,ik,kj->j", u, result.double(), vh.mT)
     torch.testing.assert_close(ends[:-64], values[:-64], rtol=0.05, atol=0)
 
 
@@ -372,7 +381,7 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
     for shape in ((8, 8), (17, 40), (100, 131), (384, 800)):
         x = random_bf16(5, *shape)
         torch.set_num_threads(1)
-        alone = torch.stack([run(one.clone()) for one in x])
+        alone = torch.stack([run(matrix.clone()) for matrix in x])
         assert torch.equal(run(x), alone)
         torch.set_num_threads(2)
         assert torch.equal(run(x), alone)
@@ -401,7 +410,7 @@ FOREIGN = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 0xF3, 1, 0
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (lambda: None, "No such file"),
         (lambda: b"", "file too short"),
@@ -415,23 +424,23 @@ FOREIGN = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 0xF3, 1, 0
         ),
     ],
 )
-def test_without_a_library(no_library: Path, content: Callable[[], bytes | None], told: str) -> None:
+def test_without_a_library(no_library: Path, content: Callable[[], bytes | None], message: str) -> None:
     """None, one that is cut off, of another processor or version: torch multiplies, and who asks is told what to write.
 
     What a loader may kill is tried in a process of its own first.
     """
-    if (some := content()) is not None:
-        (no_library / "products.so").write_bytes(some)
-    if told.startswith("it ends"):
+    if (contents := content()) is not None:
+        (no_library / "products.so").write_bytes(contents)
+    if message.startswith("it ends"):
         code = f"from muonmesh.numerics.kernels import compiled; compiled.__file__ = '{no_library}/compiled.py'\n"
         code += "try: compiled.library()\nexcept compiled.NoLibrary: print('told')"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == "told\n"
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert process.stdout == "told\n"
     with pytest.raises(
         ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"
     ) as e:
         orthogonalize(random_bf16(4, 4), kernels="compiled")
-    assert told in str(e.value)
+    assert message in str(e.value)
     with pytest.raises(ValueError, match='Write kernels="auto"'):
         mm.Muon([torch.nn.Parameter(torch.ones(3, 3))], kernels="compiled")
     x = random_bf16(100, 130)
@@ -449,8 +458,8 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
     environment = {**os.environ, **dict.fromkeys(variables, str(tmp_path)), "CC": str(planted / "cc")}
     environment["PATH"] = f"{planted}:{environment['PATH']}"
     code = "import torch, muonmesh; print(muonmesh.orthogonalize(torch.ones(3, 3), kernels='compiled').sum())"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("tensor(")
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("tensor(")
     assert not (tmp_path / "ran").exists()
     assert {path.name for path in tmp_path.rglob("*")} == {"muonmesh", "cc", "gcc", "clang"}
 
@@ -485,24 +494,24 @@ def with_a_helper_that_waits() -> tuple[list[int], bool]:
     """
     functions = compiled.library()
     part = ctypes.CFUNCTYPE(None, *functions.multiply.argtypes)
-    release, both, done = threading.Event(), threading.Barrier(3), list[int]()
+    release, barrier, computed = threading.Event(), threading.Barrier(3), list[int]()
 
     def share(work: Callable[[int], object], parts: int) -> None:
         # a function of Python's in place of a variant's
-        function = part(lambda *given: work(given[8]) and None)
+        function = part(lambda *arguments: work(arguments[8]) and None)
         address = ctypes.cast(function, ctypes.c_void_p).value
         functions.share(address, 1, 1, 1, 1, compiled._Operands(), 0, None, 0, parts, 2, None, 0)
 
     def wait(_: int) -> None:
-        both.wait(30)
+        barrier.wait(30)
         release.wait(60)
 
     other = threading.Thread(target=share, args=(wait, 2))
     other.start()
     try:
-        both.wait(30)  # the other caller and the helper have claimed a part each
-        share(lambda number: done.append(number), 5)
-        return done, not release.is_set()
+        barrier.wait(30)  # the other caller and the helper have claimed a part each
+        share(lambda number: computed.append(number), 5)
+        return computed, not release.is_set()
     finally:
         release.set()
         other.join()
@@ -520,16 +529,16 @@ def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
 
     def run(threads: int) -> None:
         for parts in (1, 2, 3, 7, 40):
-            done, rooms = list[int](), set[int]()
+            computed, rooms = list[int](), set[int]()
 
-            def work(*given: Any, done: list[int] = done, rooms: set[int] = rooms) -> None:
-                done.append(given[8])
-                rooms.add(given[10] or 0)
+            def work(*arguments: Any, computed: list[int] = computed, rooms: set[int] = rooms) -> None:
+                computed.append(arguments[8])
+                rooms.add(arguments[10] or 0)
 
             function = part(work)
             address = ctypes.cast(function, ctypes.c_void_p).value
             functions.share(address, 1, 1, 1, 1, compiled._Operands(), 0, None, 0, parts, threads, 64, 64)
-            assert sorted(done) == [*range(parts)]
+            assert sorted(computed) == [*range(parts)]
             assert rooms <= {64 * (1 + thread) for thread in range(threads)}
 
     with ThreadPoolExecutor(4) as callers:
@@ -540,14 +549,14 @@ def test_every_part_is_computed_once_by_as_many_threads_as_asked_for() -> None:
 @pytest.mark.parametrize("wrong", ["dtype", "strides", "shape", "device"])
 def test_c_gets_no_address_of_another_kind_of_tensor(wrong: str) -> None:
     x, out = random_bf16(1, 20, 30), torch.empty(1, 20, 20, dtype=torch.bfloat16)
-    given = {
+    operands = {
         "dtype": (x, out.float()),
         "strides": (x, torch.empty(1, 20, 40, dtype=torch.bfloat16)[..., ::2]),
         "shape": (x, out[:, :19]),
         "device": (x.to("meta"), out),
     }[wrong]
     with pytest.raises(AssertionError, match="another kind"):
-        TABLE.multiply(given[0], None, [], given[1], scale=torch.ones(1, 1, 1))
+        TABLE.multiply(operands[0], None, [], operands[1], scale=torch.ones(1, 1, 1))
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -558,14 +567,14 @@ def test_auto_takes_them_where_they_gain(variant: str, amx: bool, monkeypatch: p
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     kernels.auto_takes.cache_clear()
 
-    def taken(rows: int, *, whole: bool = False, dtype: torch.dtype = torch.bfloat16) -> bool:
+    def takes(rows: int, *, whole: bool = False, dtype: torch.dtype = torch.bfloat16) -> bool:
         return kernels.resolve("auto", device=torch.device("cpu"), dtype=dtype, rows=rows, whole=whole) == "compiled"
 
     measured, x86 = amx or variant.startswith("avx"), variant.startswith("avx") and not amx
     wide = variant.startswith("avx512") and not amx
-    assert not taken(64, dtype=torch.float32)
-    assert (taken(1), taken(96)) == (measured, measured)
-    assert (taken(128), taken(768), taken(768, whole=True)) == (x86, wide, x86)
+    assert not takes(64, dtype=torch.float32)
+    assert (takes(1), takes(96)) == (measured, measured)
+    assert (takes(128), takes(768), takes(768, whole=True)) == (x86, wide, x86)
     kernels.auto_takes.cache_clear()
 
 
@@ -577,8 +586,8 @@ def test_auto_has_the_bits_of_the_products_that_it_takes() -> None:
         assert torch.equal(orthogonalize(x), orthogonalize(x, kernels=name)), (rows, name)
     if order and gain.stop > 384:
         x = random_bf16(600, 1210)
-        both = (orthogonalize(x, coefficients="deflated", kernels=name) for name in ("auto", "compiled"))
-        assert torch.equal(*both)
+        results = (orthogonalize(x, coefficients="deflated", kernels=name) for name in ("auto", "compiled"))
+        assert torch.equal(*results)
 
 
 def test_what_it_is_not_for() -> None:

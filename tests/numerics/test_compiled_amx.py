@@ -86,20 +86,20 @@ def test_the_library_has_the_bits_of_the_emulation(emulated_amx: Path, rows: int
     if reason := missing():
         pytest.skip(reason)
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows), dtype=torch.float32)
-    own = mm.orthogonalize(x, kernels="amx", coefficients="deflated")
+    result = mm.orthogonalize(x, kernels="amx", coefficients="deflated")
     with emulated.using(emulated_amx):
-        assert torch.equal(own, mm.orthogonalize(x, kernels="amx", coefficients="deflated"))
+        assert torch.equal(result, mm.orthogonalize(x, kernels="amx", coefficients="deflated"))
 
 
 def test_its_order_of_sums_has_a_number_of_its_own() -> None:
-    told = {name: kernels.told_products(name, device=CPU, dtype=torch.bfloat16) for name in compiled.ORDER_OF_SUMS}
-    assert told == {"compiled": "compiled 1", "amx": "amx 2"}
+    products = {name: kernels.told_products(name, device=CPU, dtype=torch.bfloat16) for name in compiled.ORDER_OF_SUMS}
+    assert products == {"compiled": "compiled 1", "amx": "amx 2"}
 
 
 def test_it_is_refused_where_the_processor_or_the_kernel_has_no_tiles() -> None:
     """By name it is an error; what nobody asked for by name goes on with the next variant, and doctor says why."""
-    found = products_here().result
-    assert found.startswith(f"variant {compiled.library().variant}. ")
+    report = products_here().result
+    assert report.startswith(f"variant {compiled.library().variant}. ")
     if reason := missing():
         for call in (
             lambda: mm.orthogonalize(torch.ones(3, 4), kernels="amx"),
@@ -108,9 +108,9 @@ def test_it_is_refused_where_the_processor_or_the_kernel_has_no_tiles() -> None:
             with pytest.raises(ValueError, match=r"kernels='amx': found .*; needed .* Write kernels=\"auto\"") as error:
                 call()
             assert reason in str(error.value)
-        assert found.endswith(f'kernels="amx" is not possible: {reason}')
+        assert report.endswith(f'kernels="amx" is not possible: {reason}')
     else:
-        assert found.endswith('kernels="amx" is possible too')
+        assert report.endswith('kernels="amx" is possible too')
         assert mm.orthogonalize(torch.eye(3), kernels="amx").isfinite().all()
     with pytest.raises(ValueError, match=r"kernels='amx': found torch\.float32; needed bf16"):
         mm.orthogonalize(torch.ones(3, 4), kernels="amx", dtype=torch.float32)
@@ -125,7 +125,7 @@ REASONS = ["a processor without tiles", "a kernel that refuses", "a thread whose
 def test_building_is_the_advice_where_it_helps(tmp_path: Path, lacking: str) -> None:
     """Not for what a processor, its kernel or a thread lacks; "": a processor that runs no variant."""
     functions = {"variant": "avx2" if lacking else "", "tiles": lacking}
-    lines = [f'const char *muonmesh_{name}(void) {{ return "{told}"; }}' for name, told in functions.items()]
+    lines = [f'const char *muonmesh_{name}(void) {{ return "{answer}"; }}' for name, answer in functions.items()]
     (tmp_path / "none.c").write_text("\n".join(lines))
     options = [emulated.compiler(), "-fPIC", "-shared", tmp_path / "none.c", "-o", tmp_path / "products.so"]
     subprocess.run(options, check=True)
@@ -147,8 +147,8 @@ def test_doctor_says_that_it_is_possible(emulated_amx: Path) -> None:
 def test_auto_does_not_take_it(emulated_amx: Path) -> None:
     with emulated.using(emulated_amx):
         x = torch.randn(200, 300)
-        taken = kernels.resolve("auto", device=CPU, dtype=torch.bfloat16, rows=200)
-        amx, auto, by_name = (mm.orthogonalize(x, kernels=name) for name in ("amx", "auto", taken))
+        kernel_name = kernels.resolve("auto", device=CPU, dtype=torch.bfloat16, rows=200)
+        amx, auto, by_name = (mm.orthogonalize(x, kernels=name) for name in ("amx", "auto", kernel_name))
         assert torch.equal(auto, by_name)
         assert not torch.equal(amx, by_name)
 
@@ -159,23 +159,23 @@ TOLD = ["a processor without the instructions AMX", "a kernel that saves no regi
 
 
 @ON_LINUX
-@pytest.mark.parametrize(("passed", "told"), [(0, TOLD[0]), (2, TOLD[1]), (3, TOLD[2])])
-def test_who_lacks_them_is_told(tmp_path: Path, passed: int, told: str) -> None:
+@pytest.mark.parametrize(("passed", "message"), [(0, TOLD[0]), (2, TOLD[1]), (3, TOLD[2])])
+def test_who_lacks_them_is_told(tmp_path: Path, passed: int, message: str) -> None:
     """As if the first questions were answered well. The answers to the others are those of this machine."""
     text = (emulated.SOURCES / "dispatch.c").read_text()
     for question in ASKED[:passed]:
         assert text.count(question) == 1
         text = text.replace(question, "0")
     (tmp_path / "dispatch.c").write_text(text)
-    known = [f"-DWITH_{name}=1" for name in ("avx2", "avx512", "avx512bf16", "amx")]
-    built = emulated.compile_c(tmp_path / "d.so", "avx2", [tmp_path / "dispatch.c"], *known, "-fPIC", "-shared")
+    defines = [f"-DWITH_{name}=1" for name in ("avx2", "avx512", "avx512bf16", "amx")]
+    built = emulated.compile_c(tmp_path / "d.so", "avx2", [tmp_path / "dispatch.c"], *defines, "-fPIC", "-shared")
     ask = ctypes.CDLL(str(built)).muonmesh_tiles
     ask.restype = ctypes.c_char_p
     answer, lacking, of_kernels = ask().decode(), missing(), (*TOLD[1:], "a thread whose stack")
     if not lacking or any(text in lacking for text in of_kernels):  # a processor with them, whose kernel may refuse
         assert not answer or (lacking and answer.startswith(of_kernels))
     else:
-        assert answer.startswith(told)
+        assert answer.startswith(message)
 
 
 def compiler_knows_tiles(folder: Path) -> bool:
@@ -191,19 +191,21 @@ def test_the_library_has_its_instructions_in_its_functions_alone(tmp_path: Path)
     assert objdump, "binutils, which come with the compiler"
     library = Path(compiled.__file__).with_name("products.so")
     code = subprocess.run([objdump, "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
-    function, found, callers = "", dict[str, set[str]](), set[str]()
+    function, instructions, callers = "", dict[str, set[str]](), set[str]()
     for line in code.stdout.splitlines():
         if name := re.fullmatch(r"[0-9a-f]+ <([^>]+)>:", line):
             function = name[1]
         elif instruction := TILES.search(line):
-            found.setdefault(function, set()).add(instruction[1])
+            instructions.setdefault(function, set()).add(instruction[1])
         elif re.search(r"<\w+_amx\b", line):
             callers.add(function)
     if not compiler_knows_tiles(tmp_path):
-        assert not found
+        assert not instructions
         assert missing() == "a library that was built without AMX"
         return
-    assert any(name.startswith("multiply_amx") and "tdpbf16ps" in some for name, some in found.items()), found
-    assert {"sttilecfg", "ldtilecfg", "tilerelease"} <= found["muonmesh_multiply_amx"]
+    assert any(name.startswith("multiply_amx") and "tdpbf16ps" in used for name, used in instructions.items()), (
+        instructions
+    )
+    assert {"sttilecfg", "ldtilecfg", "tilerelease"} <= instructions["muonmesh_multiply_amx"]
     of_plt = {name for name in callers if name.endswith("@plt") or name.endswith("@plt.sec")}
-    assert all(re.search(r"_amx\b", name) for name in {*found, *callers} - of_plt), (found, callers)
+    assert all(re.search(r"_amx\b", name) for name in {*instructions, *callers} - of_plt), (instructions, callers)

@@ -23,8 +23,8 @@ SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
 def driver(folder: Path, variant: str, *options: str, source: Path = SOURCE) -> Path:
     """Build the driver with a variant; the linker needs the sanitizers' libraries, which come with the compiler."""
     sources = [source, DRIVER, *([SOURCES / "dispatch.c"] if variant == "amx" else [])]
-    known = [f"-DWITH_{name}=1" for name in (*RUNS["avx512bf16"], "amx")]
-    return compile_c(folder / f"driver-{variant.replace(' ', '-')}", variant, sources, *options, *known)
+    defines = [f"-DWITH_{name}=1" for name in (*RUNS["avx512bf16"], "amx")]
+    return compile_c(folder / f"driver-{variant.replace(' ', '-')}", variant, sources, *options, *defines)
 
 
 def ran_sanitized(built: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
@@ -34,9 +34,9 @@ def ran_sanitized(built: Path, seed: int, count: int) -> subprocess.CompletedPro
 
 def bits_of(folder: Path, variant: str, seed: int, count: int) -> str:
     """Run a variant under the sanitizers, and return the number that all bits of its results follow from."""
-    done = ran_sanitized(driver(folder, variant, *SANITIZED), seed, count)
-    assert done.returncode == 0, f"{variant}, {platform.machine()}: {done.stderr[-3000:]}"
-    error, bits = done.stdout.split()
+    process = ran_sanitized(driver(folder, variant, *SANITIZED), seed, count)
+    assert process.returncode == 0, f"{variant}, {platform.machine()}: {process.stderr[-3000:]}"
+    error, bits = process.stdout.split()
     assert float(error) < 1.01, variant
     return bits
 
@@ -78,9 +78,9 @@ def faulty(folder: Path, right: str, wrong: str) -> Path:
 def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None) -> None:
     """A loop that writes whole vectors at the end of a row is found."""
     source = faulty(tmp_path, "else memcpy(to, &h, count * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
-    done = ran_sanitized(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
-    assert done.returncode != 0
-    assert "ERROR: AddressSanitizer" in done.stderr
+    process = ran_sanitized(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
+    assert process.returncode != 0
+    assert "ERROR: AddressSanitizer" in process.stderr
 
 
 RESTORED = "  if (before->palette) _tile_loadconfig(before);\n  else _tile_release();"
@@ -104,13 +104,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fault: str) -> None:
     """In sums, in memory beside an operand, in the configuration that a call leaves, or as what a processor refuses."""
-    right, wrong, told = FAULTS[fault]
-    options = SANITIZED if told == "AddressSanitizer" else ("-O1",)
-    done = ran_sanitized(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
-    if told:
-        assert told in done.stderr
+    right, wrong, message = FAULTS[fault]
+    options = SANITIZED if message == "AddressSanitizer" else ("-O1",)
+    process = ran_sanitized(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
+    if message:
+        assert message in process.stderr
     else:
-        assert not float(done.stdout.split()[0]) < 1.01, done.stdout
+        assert not float(process.stdout.split()[0]) < 1.01, process.stdout
 
 
 def shared(folder: Path, sanitizers: str, source: Path) -> subprocess.CompletedProcess[str]:
@@ -124,8 +124,8 @@ def shared(folder: Path, sanitizers: str, source: Path) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_threads_that_share_a_product_do_not_race(tmp_path: Path, products: None, sanitizers: str) -> None:
-    done = shared(tmp_path, sanitizers, SOURCE.with_name("threads.c"))
-    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr[-3000:]
+    process = shared(tmp_path, sanitizers, SOURCE.with_name("threads.c"))
+    assert (process.returncode, process.stdout) == (0, "fine\n"), process.stderr[-3000:]
 
 
 def test_a_caller_that_does_not_wait_for_its_helpers_is_found(tmp_path: Path, products: None) -> None:

@@ -38,19 +38,19 @@ class Forms(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[Any] = Counter()
+        self.counts: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*args, *(value for _, value in sorted((kwargs or {}).items()))]
+        arguments = [*args, *(value for _, value in sorted((kwargs or {}).items()))]
         if func.overloadpacket in PRODUCTS:
-            self.found[str(func), torch.get_num_threads(), *map(form, given)] += 1
+            self.counts[str(func), torch.get_num_threads(), *map(form, arguments)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def form(given: Any) -> Any:
-    if not isinstance(given, Tensor):
-        return given
-    return tuple(given.shape), given.stride(), given.dtype, given.data_ptr() % 64
+def form(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return tuple(argument.shape), argument.stride(), argument.dtype, argument.data_ptr() % 64
 
 
 @pytest.fixture(autouse=True)
@@ -81,16 +81,16 @@ def test_a_matrix_in_a_batch_is_multiplied_as_alone(
 
         def run(y: Tensor) -> tuple[Tensor, Counter[Any]]:
             with Forms() as forms:
-                found = orthogonalize(y, coefficients=coefficients, method=method, dtype=dtype, kernels="torch")  # noqa: B023
-            return found, forms.found
+                result = orthogonalize(y, coefficients=coefficients, method=method, dtype=dtype, kernels="torch")  # noqa: B023
+            return result, forms.counts
 
-        alone = [run(one.clone()) for one in x]
-        expected = sum((found for _, found in alone), Counter[Any]())
+        alone = [run(matrix.clone()) for matrix in x]
+        expected = sum((counts for _, counts in alone), Counter[Any]())
         shifted = torch.zeros(x.numel() + 3)[3:].view(x.shape).copy_(x)
-        for together in (x, shifted):
-            found, forms = run(together)
+        for batch in (x, shifted):
+            results, forms = run(batch)
             assert forms == expected, (rows, cols)
-            assert torch.equal(found, torch.stack([result for result, _ in alone])), (rows, cols)
+            assert torch.equal(results, torch.stack([result for result, _ in alone])), (rows, cols)
         assert not any(name.startswith(("aten.bmm", "aten.baddbmm")) for name, *_ in expected)
 
 
@@ -103,12 +103,12 @@ def test_a_matrix_among_others_of_an_optimizer_is_multiplied_as_alone(dtype: tor
             weight.grad = matrices(1, *weight.shape)[0]
         with Forms() as forms:
             optimizer.step()
-        return [weight.detach() for weight in weights], forms.found
+        return [weight.detach() for weight in weights], forms.counts
 
     for shape in ((17, 4100), (64, 64), (300, 130), (400, 410)):
         (alone,), expected = stepped(shape)
-        (found, again, *_), forms = stepped(shape, shape, shape)
-        assert torch.equal(found, alone)
+        (first, again, *_), forms = stepped(shape, shape, shape)
+        assert torch.equal(first, alone)
         assert torch.equal(again, alone)
         assert forms == sum([expected] * 3, Counter())
 
@@ -122,9 +122,9 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
         ((400, 900), "gram"),
         ((390, 391), "auto"),
     ):
-        found = []
+        results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(orthogonalize(matrices(*(1, *shape)[-3:]), dtype=dtype, method=method, kernels="torch"))  # type: ignore[arg-type]
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+            results.append(orthogonalize(matrices(*(1, *shape)[-3:]), dtype=dtype, method=method, kernels="torch"))  # type: ignore[arg-type]
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])

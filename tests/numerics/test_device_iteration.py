@@ -83,8 +83,14 @@ def decaying(decades: int, rows: int = ROWS, cols: int = COLS) -> Tensor:
 
 def test_bf16_is_fp16_on_devices_and_three_steps_are_one_product() -> None:
     def of(device: str, **options: Any) -> Orthogonalizer:
-        given = {"coefficients": "auto", "steps": None, "method": "auto", "dtype": torch.bfloat16, "kernels": "torch"}
-        return Orthogonalizer.of(ROWS, COLS, **given | options, device=torch.device(device))
+        defaults = {
+            "coefficients": "auto",
+            "steps": None,
+            "method": "auto",
+            "dtype": torch.bfloat16,
+            "kernels": "torch",
+        }
+        return Orthogonalizer.of(ROWS, COLS, **defaults | options, device=torch.device(device))
 
     for dtype in (torch.bfloat16, torch.float16):
         form = of("cuda", dtype=dtype)
@@ -106,9 +112,9 @@ def test_fp16_is_nearer_to_fp64_than_bf16_was(table: str, decades: int) -> None:
     expected = orthogonalize(x.double(), dtype=torch.float64)
     usual = relative_error(orthogonalize(x, method="standard", kernels="torch"), expected)
     for method in ("standard", "gram"):
-        found = by_device_iteration(x[None], TABLES[table], method=method)[0]
-        assert relative_error(found, expected) < (0.5 if decades == 1 else 0.3) * usual
-        assert float(torch.linalg.matrix_norm(found.double(), 2)) < 1.13
+        result = by_device_iteration(x[None], TABLES[table], method=method)[0]
+        assert relative_error(result, expected) < (0.5 if decades == 1 else 0.3) * usual
+        assert float(torch.linalg.matrix_norm(result.double(), 2)) < 1.13
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -119,11 +125,11 @@ def test_every_set_at_every_magnitude(name: CoefficientName, table: str) -> None
     x = (torch.randn(1, 24, 56, generator=torch.Generator().manual_seed(1)) * sizes).bfloat16()
     expected = orthogonalize(x, coefficients=name, dtype=torch.float64)
     for method in get_args(Method):
-        found = by_device_iteration(x, TABLES[table], coefficients=name, method=method)
-        assert relative_error(found[0], expected[0].double()) < 0.015
-        assert torch.equal(found[1], found[0])
-        assert torch.equal(found[2], found[0])
-        assert not found[3].any()
+        results = by_device_iteration(x, TABLES[table], coefficients=name, method=method)
+        assert relative_error(results[0], expected[0].double()) < 0.015
+        assert torch.equal(results[1], results[0])
+        assert torch.equal(results[2], results[0])
+        assert not results[3].any()
         exact = by_device_iteration(x.double(), TABLES[table], coefficients=name, method=method, dtype=torch.float64)
         assert relative_error(exact[0], orthogonalize(x.double(), coefficients=name, dtype=torch.float64)[0]) < 1e-11
 
@@ -134,8 +140,8 @@ def test_entries_far_below_the_norm_are_not_rounded(table: str) -> None:
     x = torch.randn(1, 24, 56, generator=torch.Generator().manual_seed(1)).mul_(2.0**-20)
     x[0, 0, 0] = 1.0
     expected = orthogonalize(x.bfloat16(), dtype=torch.float64).double()
-    found = by_device_iteration(x.bfloat16(), TABLES[table])
-    assert relative_error(found[:, 1:, 1:], expected[:, 1:, 1:]) < 0.004
+    result = by_device_iteration(x.bfloat16(), TABLES[table])
+    assert relative_error(result[:, 1:, 1:], expected[:, 1:, 1:]) < 0.004
 
 
 @pytest.mark.parametrize("cols", [400, 800])
@@ -163,11 +169,13 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(dtype: torch.dtype, 
     x[0, 3, 5] = torch.inf
     for method in ("standard", "gram"):
         options: Any = {"method": method, "overwrite": overwrite}
-        found = by_device_iteration(x.clone(), **options)
-        assert found.dtype == dtype
-        assert found[0].isnan().all()
-        for one, result in zip(x[1:], found[1:], strict=True):
-            assert torch.equal(by_device_iteration(one[None], method=method)[0], result)
-            assert torch.equal(by_device_iteration(one.mT.contiguous()[None], method=method)[0].mT, result)
+        results = by_device_iteration(x.clone(), **options)
+        assert results.dtype == dtype
+        assert results[0].isnan().all()
+        for matrix, result in zip(x[1:], results[1:], strict=True):
+            assert torch.equal(by_device_iteration(matrix[None], method=method)[0], result)
+            assert torch.equal(by_device_iteration(matrix.mT.contiguous()[None], method=method)[0].mT, result)
             others = torch.ones(2, 40, 91, dtype=dtype), x[:1, :, :40].contiguous()  # of as many rows
-            assert torch.equal(by_device_iteration(one[None].clone(), TABLES["triton"], *others, **options)[0], result)
+            assert torch.equal(
+                by_device_iteration(matrix[None].clone(), TABLES["triton"], *others, **options)[0], result
+            )

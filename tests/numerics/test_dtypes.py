@@ -44,10 +44,10 @@ def build(algorithm: str, dtype: torch.dtype = torch.float32, **settings: Any) -
 @ALGORITHMS
 @pytest.mark.parametrize("dtype", NOT_HELD, ids=str)
 def test_a_dtype_without_arithmetic_is_refused_at_construction(dtype: Any, algorithm: str) -> None:
-    held = r"torch\.bfloat16, torch\.float16, torch\.float32, torch\.float64"
+    dtypes = r"torch\.bfloat16, torch\.float16, torch\.float32, torch\.float64"
     for setting in ("state_dtype", "master_dtype"):
         if setting == "state_dtype" or dtype is not None:
-            with pytest.raises(ValueError, match=rf"^{setting}: found .*; needed .*{held}"):
+            with pytest.raises(ValueError, match=rf"^{setting}: found .*; needed .*{dtypes}"):
                 build(algorithm, **{setting: dtype})
     with pytest.raises(ValueError, match=r"^compute_dtype: found .*Newton–Schulz"):
         build(algorithm, compute_dtype=dtype)
@@ -56,7 +56,7 @@ def test_a_dtype_without_arithmetic_is_refused_at_construction(dtype: Any, algor
             build(algorithm, dtype)  # stepped by its parts
             return
         needed = (
-            r"a real matrix.*torch\.view_as_real" if dtype.is_complex else rf"{held}.* Call requires_grad_\(False\)"
+            r"a real matrix.*torch\.view_as_real" if dtype.is_complex else rf"{dtypes}.* Call requires_grad_\(False\)"
         )
         with pytest.raises(TypeError, match=rf"^proj\.weight: found dtype {dtype}; needed .*{needed}"):
             build(algorithm, dtype)
@@ -113,11 +113,11 @@ def test_every_dtype_that_is_taken_takes_a_step(parameter: torch.dtype, state: t
         optimizer.step()
         assert weight.isfinite().all()
         assert (weight != 1).any()
-        held = optimizer.state[weight]
+        tensors = optimizer.state[weight]
         if algorithm == "muon":
-            assert held["momentum_buffer"].dtype == state
+            assert tensors["momentum_buffer"].dtype == state
         if master is not None and master != parameter:
-            assert held["master"].dtype == master
+            assert tensors["master"].dtype == master
 
 
 @ALGORITHMS

@@ -93,8 +93,8 @@ def test_kept_views_are_of_the_square_at_hand() -> None:
         shared.copy_(b) if out is not shared else out.fill_(torch.nan)
         other = b if out is shared else shared
         expected = 0.5 * other.double() + a.double() @ other.double()
-        found = BLOCKED.multiply(a, other, [(other, 0.5)], out)
-        assert (found.double() - expected).abs().max() < 0.02 * expected.abs().max()
+        product = BLOCKED.multiply(a, other, [(other, 0.5)], out)
+        assert (product.double() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_blocked_multiplies_little_more_than_half() -> None:
@@ -104,8 +104,8 @@ def test_blocked_multiplies_little_more_than_half() -> None:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal counted
             if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                left, right = args[-2:]
-                counted += left.shape[0] * left.shape[1] * right.shape[1]
+                first, second = args[-2:]
+                counted += first.shape[0] * first.shape[1] * second.shape[1]
             return func(*args, **(kwargs or {}))
 
     rows = 6 * BLOCK
@@ -120,11 +120,11 @@ class Multiples(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[float] = set()
+        self.factors: set[float] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.baddbmm):
-            self.found.add((kwargs or {}).get("beta", 1))
+            self.factors.add((kwargs or {}).get("beta", 1))
         return func(*args, **(kwargs or {}))
 
 
@@ -142,7 +142,9 @@ def test_matrices_of_any_norm_are_multiplied_by_kernels_that_exist(
             generator = torch.Generator().manual_seed(seed)
             x = torch.randn(batch, rows, cols, generator=generator) * torch.rand(rows, 1, generator=generator)
             orthogonalize(x, kernels="torch")
-    fresh = {number for number in multiples.found if not any(number == pytest.approx(c, rel=1e-12) for c in constants)}
+    fresh = {
+        number for number in multiples.factors if not any(number == pytest.approx(c, rel=1e-12) for c in constants)
+    }
     assert fresh
     assert all(16 * math.log2(number) == pytest.approx(round(16 * math.log2(number)), abs=1e-9) for number in fresh)
 
@@ -159,7 +161,7 @@ def test_a_matrix_that_is_not_finite_does_not_take_seconds(
     x[-1, 2, 3] = bad
     with Multiples() as multiples:
         assert orthogonalize(x, kernels="torch")[-1].isnan().all()
-    assert all(map(math.isfinite, multiples.found))
+    assert all(map(math.isfinite, multiples.factors))
 
 
 def chosen(rows: int, cols: int, dtype: torch.dtype, device: torch.device = CPU) -> Matmuls:
@@ -176,9 +178,9 @@ def test_both_kinds_of_cpu_compute_bf16_alike(
     exactly = orthogonalize(x.double(), dtype=torch.float64)
     assert float((orthogonalize(x, kernels="torch") - exactly).norm() / exactly.norm()) < 0.03
     x[-1, 2, 3] = math.inf
-    found = orthogonalize(x, kernels="torch")
-    assert found[-1].isnan().all()
-    assert batch == 1 or found[0].isfinite().all()
+    results = orthogonalize(x, kernels="torch")
+    assert results[-1].isnan().all()
+    assert batch == 1 or results[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -262,8 +264,8 @@ def test_a_batch_of_small_matrices_takes_no_fresh_memory(monkeypatch: pytest.Mon
     orthogonalize(x, kernels="torch", out=out)  # takes the memory that is kept
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         orthogonalize(x, kernels="torch", out=out)
-    taken = [(event.name, event.self_cpu_memory_usage) for event in profiled.events()]
-    assert [some for some in taken if some[1] >= x.numel() * x.element_size()] == []
+    allocations = [(event.name, event.self_cpu_memory_usage) for event in profiled.events()]
+    assert [allocation for allocation in allocations if allocation[1] >= x.numel() * x.element_size()] == []
 
 
 def test_select_refuses_unknown_kernels() -> None:

@@ -218,8 +218,8 @@ def test_every_set_is_bounded_where_one_direction_dominates(coefficients: Any, d
 
 def test_what_is_converted_from_emerging_optimizers_is_bounded_too() -> None:
     """In the default compute dtype, by an optimizer: the step of a matrix with one column has a norm of lr."""
-    told = {"coefficient_type": "cans", "scale_mode": "spectral"}
-    settings = mm.convert_settings("emerging_optimizers", **told, weight_decay=0.0)
+    arguments = {"coefficient_type": "cans", "scale_mode": "spectral"}
+    settings = mm.convert_settings("emerging_optimizers", **arguments, weight_decay=0.0)
     for shape in ((300, 1), (1, 7), (64, 64)):
         weight = nn.Parameter(torch.zeros(shape))
         optimizer = mm.Muon([weight], **settings)
@@ -262,12 +262,12 @@ def test_deflated_has_the_same_bits_on_one_thread_and_on_two() -> None:
     before = torch.get_num_threads()
     for shape, dtype in (((390, 410), torch.bfloat16), ((3, 61, 200), torch.bfloat16)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        found = set()
+        results = set()
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.add(bytes_of(orthogonalize(x, coefficients="deflated", dtype=dtype)))
+            results.add(bytes_of(orthogonalize(x, coefficients="deflated", dtype=dtype)))
         torch.set_num_threads(before)
-        assert len(found) == 1
+        assert len(results) == 1
 
 
 # --- deflation --------------------------------------------------------------------------------------------------
@@ -278,8 +278,10 @@ def test_deflated_is_nearer_to_the_polar_factor_on_momentum(momentum: dict[str, 
     for name, x in momentum.items():
         x = x.bfloat16()
         u, _, vh = svd(x.double())
-        found, usual = (relative_error(orthogonalize(x, coefficients=c), u @ vh) for c in ("deflated", "polar_express"))
-        assert found < 0.95 * usual, name
+        error, usual_error = (
+            relative_error(orthogonalize(x, coefficients=c), u @ vh) for c in ("deflated", "polar_express")
+        )
+        assert error < 0.95 * usual_error, name
 
 
 @pytest.mark.parametrize("large", [1, 20, 64, 80])
@@ -318,14 +320,14 @@ def test_deflated_adds_no_more_noise_than_polar_express(kernels: Any) -> None:
         u, _, vh = svd(matrix(rows, cols, "gaussian"))
         for count in (1, 16, 48, 63):
             x = ((u * torch.where(torch.arange(rows) < count, 1.0, 1e-4).double()) @ vh).bfloat16()
-            found, usual = (
+            error, usual_error = (
                 relative_error(orthogonalize(x, coefficients=name, kernels=kernels), u @ vh)
                 for name in ("deflated", "polar_express")
             )
-            assert found < 1.005 * usual, count
-    left, right = matrix(512, 1, "gaussian"), matrix(1, 512, "gaussian")
-    result = orthogonalize((left @ right).bfloat16(), coefficients="deflated", kernels=kernels).double()
-    exact = left @ right / (left @ right).norm()
+            assert error < 1.005 * usual_error, count
+    column, row = matrix(512, 1, "gaussian"), matrix(1, 512, "gaussian")
+    result = orthogonalize((column @ row).bfloat16(), coefficients="deflated", kernels=kernels).double()
+    exact = column @ row / (column @ row).norm()
     assert float((result - (exact * result).sum() * exact).norm()) < 1.7
 
 
@@ -333,9 +335,9 @@ def test_deflated_adds_no_more_noise_than_polar_express(kernels: Any) -> None:
 def test_what_deflation_needs_more_of_is_decided_for_each_matrix(kernels: Any) -> None:
     """The bits of a batch of which some need more polynomials."""
     x = torch.stack([plateau(384, 800, count, rest) for count, rest in ((64, 0.01), (384, 1.0), (100, 0.01))])
-    together = orthogonalize(x, coefficients="deflated", kernels=kernels)
-    for one, found in zip(x, together, strict=True):
-        assert bytes_of(orthogonalize(one, coefficients="deflated", kernels=kernels)) == bytes_of(found)
+    results = orthogonalize(x, coefficients="deflated", kernels=kernels)
+    for single, result in zip(x, results, strict=True):
+        assert bytes_of(orthogonalize(single, coefficients="deflated", kernels=kernels)) == bytes_of(result)
 
 
 @pytest.mark.parametrize(("method", "steps"), [("standard", 1), ("gram", 1), ("gram", 2)])
@@ -367,8 +369,8 @@ def test_deflated_lets_no_singular_value_grow(seed: int) -> None:
         for s in (10 ** (-along * (seed + 1)), (along > 0.1 * seed) + 1e-4, (along <= along[1]) + 10.0**-seed):
             x = ((u * s) @ vh).bfloat16()
             for kernels, bound in (("torch", 1.09), ("auto", 1.17)):
-                found = orthogonalize(x, coefficients="deflated", kernels=kernels).double()
-                assert float(torch.linalg.matrix_norm(found, 2)) < bound, (cols, kernels)
+                result = orthogonalize(x, coefficients="deflated", kernels=kernels).double()
+                assert float(torch.linalg.matrix_norm(result, 2)) < bound, (cols, kernels)
 
 
 # --- scale ------------------------------------------------------------------------------------------------------
@@ -462,9 +464,9 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(
     def run(y: Tensor) -> Tensor:
         return orthogonalize(y, coefficients=coefficients, steps=4, method=method, dtype=dtype)
 
-    alone = torch.stack([run(one.clone()) for one in x])
-    together = run(x)
-    assert bytes_of(together) == bytes_of(alone)
+    alone = torch.stack([run(single.clone()) for single in x])
+    batched = run(x)
+    assert bytes_of(batched) == bytes_of(alone)
     # Another batch, a batch stride larger than the matrix, an address that is not aligned, transposed memory.
     assert bytes_of(torch.cat([run(x[:1]), run(x[1:])])) == bytes_of(alone)
     apart = torch.zeros(count, rows * cols + seed + 1, dtype=input_dtype)[:, : rows * cols].view(count, rows, cols)
@@ -496,9 +498,9 @@ def test_bits_of_small_matrices_do_not_depend_on_the_number_of_threads() -> None
         norms, results = set(), set()
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            together = load(x, torch.empty_like(x), as_batch=True)
-            alone = [load(one[None], torch.empty_like(one[None]), as_batch=True) for one in x]
-            norms |= {bytes_of(together), bytes_of(torch.cat(alone))}
+            batched = load(x, torch.empty_like(x), as_batch=True)
+            alone = [load(single[None], torch.empty_like(single[None]), as_batch=True) for single in x]
+            norms |= {bytes_of(batched), bytes_of(torch.cat(alone))}
             results.add(bytes_of(orthogonalize(x)))
         torch.set_num_threads(before)
         assert len(norms) == len(results) == 1, (count, rows, cols)

@@ -56,11 +56,11 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.precisions: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in str(func):
-            self.found.update(backend.fp32_precision for backend in BACKENDS)
+            self.precisions.update(backend.fp32_precision for backend in BACKENDS)
         return func(*args, **(kwargs or {}))
 
 
@@ -81,8 +81,8 @@ def test_fp32_is_exact_inside_and_what_was_set_is_set_afterwards(
 ) -> None:
     with Products() as products:
         call()
-    assert products.found
-    assert products.found <= {"ieee", "none"}  # none is torch's own default, which is IEEE
+    assert products.precisions
+    assert products.precisions <= {"ieee", "none"}  # none is torch's own default, which is IEEE
     assert levels() == before
 
 
@@ -99,14 +99,14 @@ def test_what_holds_everywhere_still_does_afterwards() -> None:
 
 def test_threads_that_overlap_leave_what_was_set() -> None:
     """The second enters while the first is inside, and leaves after it."""
-    inside, left = threading.Event(), threading.Event()
-    seen = []
+    inside, outside = threading.Event(), threading.Event()
+    precisions = []
 
     def second() -> None:
         with exact_products(torch.float32):
             inside.set()
-            left.wait(10)
-            seen.append(BACKENDS[0].fp32_precision)
+            outside.wait(10)
+            precisions.append(BACKENDS[0].fp32_precision)
 
     torch.set_float32_matmul_precision("high")
     try:
@@ -114,9 +114,9 @@ def test_threads_that_overlap_leave_what_was_set() -> None:
         with exact_products(torch.float32):
             thread.start()
             assert inside.wait(10)
-        left.set()
+        outside.set()
         thread.join()
-        assert seen == ["ieee"]
+        assert precisions == ["ieee"]
         assert (torch.get_float32_matmul_precision(), BACKENDS[0].fp32_precision) == ("high", "tf32")
     finally:
         torch.set_float32_matmul_precision("highest")

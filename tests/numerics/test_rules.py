@@ -67,13 +67,18 @@ def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str])
         for name, tensor in tensors.items():
             tensor.grad = grads[name].clone()
         optimizer.step()
-        told = {}
+        hyperparameters = {}
         for name, spec in zip(names, specs, strict=True):
-            told[name] = {"algorithm": "muon", "coefficients": COEFFICIENTS, "matrices": spec, "momentum": 0.9}
+            hyperparameters[name] = {
+                "algorithm": "muon",
+                "coefficients": COEFFICIENTS,
+                "matrices": spec,
+                "momentum": 0.9,
+            }
             if settings.get("algorithm") == "adamw":
-                told[name] = {"algorithm": "adamw"}
-            told[name] |= {"lr": 0.02, "weight_decay": 0.1, **options}
-        values, state = reference.reference_step(values, grads, state, told)
+                hyperparameters[name] = {"algorithm": "adamw"}
+            hyperparameters[name] |= {"lr": 0.02, "weight_decay": 0.1, **options}
+        values, state = reference.reference_step(values, grads, state, hyperparameters)
     return [(name, float((tensors[name] - values[name]).abs().max())) for name in names]
 
 
@@ -202,8 +207,8 @@ def test_dynmuon_is_its_authors_function() -> None:
         u, _, vh = torch.linalg.svd(x, full_matrices=False)
         e = (x / scale) @ (x / scale).mT - torch.eye(x.shape[0], dtype=x.dtype)
         c = torch.eye(x.shape[0], dtype=x.dtype) + 0.5 * p * e + 0.5 * 0.5 * p * (0.5 * p - 1) * e @ e
-        found = c @ u @ vh * scale**p
-        return found.mT if g.shape[0] > g.shape[1] else found
+        power = c @ u @ vh * scale**p
+        return power.mT if g.shape[0] > g.shape[1] else power
 
     for shape in ((9, 14), (14, 9)):
         expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
@@ -424,8 +429,8 @@ def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.Mon
             torch.set_num_threads(before)
         return [weight.detach() for weight in weights]
 
-    for found, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,8 +511,8 @@ def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(
         def keeps(self) -> Any:
             return {**MuonRule.keeps(self), "something": self.by}
 
-    told = r"KeepsSomething\.keeps: found 'something' kept as .*; needed .*two sizes"
-    with pytest.raises(ValueError, match=told):
+    message = r"KeepsSomething\.keeps: found 'something' kept as .*; needed .*two sizes"
+    with pytest.raises(ValueError, match=message):
         register_rule("keeps-something")(KeepsSomething)
     assert "keeps-something" not in RULES
     register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
@@ -562,8 +567,8 @@ def test_a_rule_says_its_name_once() -> None:
     class NoStep(mm.ElementwiseRule):
         pass
 
-    told = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
-    with pytest.raises(TypeError, match=told):
+    message = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
+    with pytest.raises(TypeError, match=message):
         register_rule("no-step")(NoStep)
 
     @dataclass(frozen=True)
@@ -581,8 +586,8 @@ def test_overrides_give_rules_to_the_other_half() -> None:
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9))
     overrides = {"0.weight": {"algorithm": "scion_row_norm", "scion_layer": "embedding"}, "2.weight": "scion_sign"}
     optimizer = mm.from_model(model, rule="hyperball", overrides=overrides)
-    found = {n: g["algorithm"] for g in optimizer.param_groups for n in g["param_names"] if n.endswith("weight")}
-    assert found == {"1.weight": "hyperball", "0.weight": "scion_row_norm", "2.weight": "scion_sign"}
+    algorithms = {n: g["algorithm"] for g in optimizer.param_groups for n in g["param_names"] if n.endswith("weight")}
+    assert algorithms == {"1.weight": "hyperball", "0.weight": "scion_row_norm", "2.weight": "scion_sign"}
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(9)).sum().backward()
     optimizer.step()
@@ -613,12 +618,12 @@ def test_whole_matrices_are_changed_on_one_thread(
     monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, count: int
 ) -> None:
     """Sums round otherwise on another number of threads, and a matrix may be alone or one of many."""
-    seen: list[int] = []
+    thread_counts: list[int] = []
 
     @dataclass(frozen=True)
     class Counts(MuonRule):
         def whole(self, update: Tensor, state: Any) -> Tensor:
-            seen.append(torch.get_num_threads())
+            thread_counts.append(torch.get_num_threads())
             return update
 
     monkeypatch.setitem(RULES, "counts", Counts)
@@ -633,7 +638,7 @@ def test_whole_matrices_are_changed_on_one_thread(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert seen == [1] * count
+    assert thread_counts == [1] * count
 
 
 def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
@@ -662,8 +667,8 @@ def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
             optimizer.step()
         state = [value for weight in weights for value in optimizer.state[weight].values()]
         results.append([*(weight.detach() for weight in weights), *state])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 @dataclass(frozen=True)
@@ -783,25 +788,27 @@ def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
 def test_explain_leaves_out_the_size_of_a_step_that_a_part_of_ones_own_may_change(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = OWN_PARTS[part]
+    base = OWN_PARTS[part]
 
     @dataclass(frozen=True)
-    class Told(own):  # type: ignore[valid-type, misc]
+    class Told(base):  # type: ignore[valid-type, misc]
         def step_size(self, rows: int, cols: int) -> StepSize:
             return StepSize(0.5, 2.0)
 
     @dataclass(frozen=True)
-    class NotOrthogonal(own):  # type: ignore[valid-type, misc]
+    class NotOrthogonal(base):  # type: ignore[valid-type, misc]
         orthogonalizes = False
 
-    found = []
-    for rule in (own, Told, NotOrthogonal):
+    explanations = []
+    for rule in (base, Told, NotOrthogonal):
         monkeypatch.setitem(RULES, "own", rule)
-        found.append(mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "own"}], lr=0.1).explain())
-    sizes = [explanation.rows[0].rms for explanation in found]
+        explanations.append(
+            mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "own"}], lr=0.1).explain()
+        )
+    sizes = [explanation.rows[0].rms for explanation in explanations]
     unknown = part in ("whole", "scale", "apply", "summands", "apply, of sums", "keep")  # the last three have sums
     assert sizes == pytest.approx([math.nan if unknown else 0.02, 0.5, math.nan], nan_ok=True)
-    assert ("2.0e-02" in str(found[0])) == (not unknown)
+    assert ("2.0e-02" in str(explanations[0])) == (not unknown)
 
 
 def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> None:
@@ -823,8 +830,8 @@ def test_a_part_that_returns_another_shape_is_named(part: str, monkeypatch: pyte
     def shrunk(self: mm.Rule, matrix: Tensor, state: Any) -> Tensor:
         return matrix.mean(dim=1, keepdim=True)  # torch would broadcast it
 
-    own = dataclass(frozen=True)(type("Own", (mm.MuonRule,), {part: shrunk}))
-    monkeypatch.setitem(RULES, "own", own)
+    rule = dataclass(frozen=True)(type("Own", (mm.MuonRule,), {part: shrunk}))
+    monkeypatch.setitem(RULES, "own", rule)
     weight = nn.Parameter(torch.ones(6, 8))
     weight.grad = torch.ones(6, 8)
     with pytest.raises(ValueError, match=r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"):
@@ -879,16 +886,16 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that ran the rule without the part, as it ran those with a `decay` of their own, is found."""
-    own = OWN_PARTS[part]
-    monkeypatch.setitem(RULES, "own", own)
+    derived = OWN_PARTS[part]
+    monkeypatch.setitem(RULES, "own", derived)
     prove_rule("own", examples=5)
     begun = ReadyParameters.begin
 
     def ignoring(self: Any, communicator: Any, rules: Any, flags: Any, *others: Any) -> None:
         if isinstance(flags.nonzero, torch.Tensor):  # only a device knows it
-            plain = own.__mro__[1]
-            given = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
-            rules = [rule and plain(**rule) for rule in given]
+            plain = derived.__mro__[1]
+            settings = [rule and {f.name: getattr(rule, f.name) for f in fields(rule)} for rule in rules]
+            rules = [rule and plain(**rule) for rule in settings]
         begun(self, communicator, rules, flags, *others)
 
     monkeypatch.setattr(ReadyParameters, "begin", ignoring)
@@ -941,8 +948,8 @@ def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
         sizes = [value for name, value in optimizer.metrics().items() if name.endswith("/update_rms")]
         assert len(sizes) == 3
         results.append([*(weight.detach() for weight in weights), *(torch.as_tensor(size).double() for size in sizes)])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("rule", MATRIX_RULES)
@@ -954,11 +961,11 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
     shapes = [(9, 20)] * 4 + [(20, 9)] * 3 + [(3, 9, 20), (27, 20)]
     matrices: list[Any] = [*["whole"] * 7, "stack", ("rows", 9, 9, 9), "whole"]
     results, side_by_side = [], muon_step._side_by_side
-    taken: list[int] = []
+    joined: list[int] = []
 
     def counted(tensors: Any) -> Any:
         columns = side_by_side(tensors)
-        taken.append(0 if columns is None or len(tensors) == 1 else len(tensors))
+        joined.append(0 if columns is None or len(tensors) == 1 else len(tensors))
         return columns
 
     monkeypatch.setattr(muon_step, "_side_by_side", counted)
@@ -980,7 +987,7 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
         results.append([*(weight.detach().clone() for weight in weights), *states])
     assert all(map(torch.equal, *results))
     asks = RULES[rule].overrides("summands")  # for what needs a sum over the matrix before anything is written
-    assert (sum(taken) == 0) == asks
+    assert (sum(joined) == 0) == asks
 
 
 # ---------------------------------------------------------------- rules for single elements
@@ -1028,20 +1035,22 @@ def test_an_elementwise_rule_is_its_formula(dtype: torch.dtype, decay_mode: str)
 
 def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:
     weight = nn.Parameter(torch.full((3, 5), 0.7, dtype=torch.bfloat16))
-    made = [mm.Muon([{"params": [weight], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32)]
+    optimizers = [mm.Muon([{"params": [weight], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32)]
     weight.grad = torch.ones_like(weight)
-    made[0].step()
+    optimizers[0].step()
     twin = nn.Parameter(weight.detach().clone())
-    made.append(mm.Muon([{"params": [twin], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32))
-    made[1].load_state_dict(made[0].state_dict())
-    for optimizer, held in zip(made, (weight, twin), strict=True):
-        held.grad = torch.full_like(held, -1.0)
+    optimizers.append(mm.Muon([{"params": [twin], "algorithm": "test-lion"}], lr=1e-4, master_dtype=torch.float32))
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for optimizer, parameter in zip(optimizers, (weight, twin), strict=True):
+        parameter.grad = torch.full_like(parameter, -1.0)
         optimizer.step()
-        assert optimizer.state[held]["master"].dtype == optimizer.state[held]["exp_avg"].dtype == torch.float32
-    assert torch.equal(made[0].state[weight]["master"], made[1].state[twin]["master"])
-    assert torch.equal(made[0].state[weight]["exp_avg"], made[1].state[twin]["exp_avg"])
+        assert (
+            optimizer.state[parameter]["master"].dtype == optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+        )
+    assert torch.equal(optimizers[0].state[weight]["master"], optimizers[1].state[twin]["master"])
+    assert torch.equal(optimizers[0].state[weight]["exp_avg"], optimizers[1].state[twin]["exp_avg"])
     with pytest.raises(mm.StateError, match="found algorithm 'test-lion' in the state; needed 'adamw'"):
-        mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(made[1].state_dict())
+        mm.Muon([{"params": [twin], "algorithm": "adamw"}]).load_state_dict(optimizers[1].state_dict())
 
 
 # ---------------------------------------------------------------- turns
@@ -1058,23 +1067,23 @@ def layered(every: int, layers: int = 10) -> tuple[list[nn.Parameter], mm.Muon]:
 def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turns once in five steps, four of the twenty in each; all have two sides. The first step has another way."""
     weights, optimizer = layered(5)
-    done: list[int] = []
+    decomposed: list[int] = []
     qr = torch.linalg.qr
 
     def counted(matrix: Tensor) -> Any:
-        done[-1] += len(matrix)
+        decomposed[-1] += len(matrix)
         return qr(matrix)
 
     monkeypatch.setattr(torch.linalg, "qr", counted)
     for step in range(11):
         for number, weight in enumerate(weights):
             weight.grad = random_fp64(6, 6, seed=100 * step + number).float()
-        done.append(0)
+        decomposed.append(0)
         before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
         optimizer.step()
         turned = [not torch.equal(a, optimizer.state[w]["row_basis"]) for a, w in zip(before, weights, strict=False)]
-        assert sum(turned) == done[-1] // 2
-    assert done == [0] + [8] * 10
+        assert sum(turned) == decomposed[-1] // 2
+    assert decomposed == [0] + [8] * 10
     assert optimizer.param_groups[0]["steps_taken"] == 11
 
 
@@ -1132,11 +1141,11 @@ def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
     weight = nn.Parameter(random_fp64(20, 12).float())
     optimizer = mm.Muon([{"params": [weight], "algorithm": "soap", "soap_every": 4}])
     muon = mm.Muon([nn.Parameter(random_fp64(20, 12).float())]).explain()
-    told = optimizer.explain()
+    explanation = optimizer.explain()
     numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
-    assert told.state_bytes == 4 * numbers
-    assert told.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
+    assert explanation.state_bytes == 4 * numbers
+    assert explanation.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
     weight.grad = random_fp64(20, 12, seed=1).float()
     optimizer.step()
-    assert optimizer.explain().state_bytes == told.state_bytes
+    assert optimizer.explain().state_bytes == explanation.state_bytes
     assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers

@@ -34,8 +34,7 @@ from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
-from tests.support import layouts, problem
-from tests.support import soap as theirs
+from tests.support import layouts, problem, soap
 from tests.support.meshes import mesh_of
 from tests.support.pages import run as run_page
 
@@ -73,10 +72,10 @@ def cases(*tried: tuple[Any, ...], of: Iterable[tuple[Any, ...]]) -> list[Any]:
 def ruled(groups: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     """The same groups under a rule; AdamW's decay cautiously where it does."""
     settings = RULES[rule]
-    own = {
+    adamw_settings = {
         key: value for key, value in settings.items() if not key.startswith(("algorithm", "normuon", "adamuon", "soap"))
     }
-    return [{**group, **(own if group["algorithm"] == "adamw" else settings)} for group in groups]
+    return [{**group, **(adamw_settings if group["algorithm"] == "adamw" else settings)} for group in groups]
 
 
 def stepped(groups: list[dict[str, Any]], give: Any, rule: str, settings: dict[str, Any]) -> mm.Muon:
@@ -111,10 +110,10 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
     weights, state = alone(rule, settings)
     wrong = []
     for member in placed_members(optimizer):
-        found = {"weights": member.tensor.detach(), **optimizer.state[member.tensor]}
+        stored = {"weights": member.tensor.detach(), **optimizer.state[member.tensor]}
         expected = {"weights": weights[member.name], **state[member.name]}
-        assert found.keys() == expected.keys()
-        for key, value in found.items():
+        assert stored.keys() == expected.keys()
+        for key, value in stored.items():
             if key == "step":  # neither sharded nor of a rule
                 continue
             layout = (member.state_layouts[key].storage if key in member.state_layouts else member.storage).layout
@@ -130,9 +129,14 @@ def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[s
 
 def promised(optimizer: mm.Muon) -> bool:
     """Whether a step did what explain() says, whose rows have all the state between them."""
-    told, did = optimizer.explain(), optimizer.counts
-    assert sum(row.state for row in told.rows) == told.state_bytes > 0
-    return (told.orthogonalizations, told.collectives, told.bytes_sent, told.bytes_received) == (
+    explanation, did = optimizer.explain(), optimizer.counts
+    assert sum(row.state for row in explanation.rows) == explanation.state_bytes > 0
+    return (
+        explanation.orthogonalizations,
+        explanation.collectives,
+        explanation.bytes_sent,
+        explanation.bytes_received,
+    ) == (
         did.orthogonalized,
         did.collectives,
         did.bytes_sent,
@@ -153,20 +157,20 @@ def in_a_module(layout: str, rule: str, settings: dict[str, Any]) -> tuple[list[
 
 
 def on_mesh(name: str, how: str, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    sizes, place = layouts.MESHES[name]
+    sizes, placements_of = layouts.MESHES[name]
     hold = layouts.declared if how == "declared" else layouts.dtensors
 
     def placements(_: str, shape: tuple[int, ...]) -> Sequence[Placement]:
-        return place(len(shape))
+        return placements_of(len(shape))
 
-    held = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
-    optimizer = stepped(held.groups, held.give, rule, {**settings, **held.settings})
+    holding = hold(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placements)
+    optimizer = stepped(holding.groups, holding.give, rule, {**settings, **holding.settings})
     return differing(optimizer, rule, settings), promised(optimizer)
 
 
 def flat(tensor_parallel: int, seed: int, rule: str, settings: dict[str, Any]) -> tuple[list[str], bool]:
-    held = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
-    optimizer = stepped(held.groups, held.give, rule, {**settings, **held.settings})
+    holding = layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=tensor_parallel, seed=seed)
+    optimizer = stepped(holding.groups, holding.give, rule, {**settings, **holding.settings})
     return differing(optimizer, rule, settings), promised(optimizer)
 
 
@@ -291,13 +295,15 @@ def test_bit_for_bit_in_flat_buffers(workers, ranks: int, parallel: int, seed: i
 
 def gathered(name: str, shared: bool, rule: str) -> list[str]:
     """What torch itself makes of the state: DTensors, whole."""
-    sizes, place = layouts.MESHES[name]
-    held = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: place(len(shape)))
-    optimizer = stepped(held.groups, held.give, rule, {**FP32, "shard_state": shared})
+    sizes, placements_of = layouts.MESHES[name]
+    holding = layouts.dtensors(
+        problem.PARAMETERS, problem.initial(), mesh_of(sizes), lambda _, shape: placements_of(len(shape))
+    )
+    optimizer = stepped(holding.groups, holding.give, rule, {**FP32, "shard_state": shared})
     _, state = alone(rule, FP32)
     return [
         f"{name}.{key}"
-        for name, parameter in held.tensors.items()
+        for name, parameter in holding.tensors.items()
         for key, value in optimizer.state[parameter].items()
         if not torch.equal(problem.whole(value), state[name][key])
     ]
@@ -318,20 +324,20 @@ def test_what_is_kept_is_a_dtensor_like_any_other(workers, name: str, rule: str)
 def zeroed(layout: str, waits: bool, rule: str) -> list[str]:
     """Steps in which matrices have no gradient or a zero one, in turns: they keep all that their rule keeps."""
     optimizers = []
-    for held in (layout, "local"):
-        model, group = problem.hold(held, problem.initial())
+    for storage in (layout, "local"):
+        model, group = problem.hold(storage, problem.initial())
         settings = {**problem.SETTINGS, **FP32, "process_group": group}
         optimizer = mm.Muon(ruled(problem.groups(model), rule), **settings)
-        optimizer._runtime.driver = Driver(waits if held == layout else True)
+        optimizer._runtime.driver = Driver(waits if storage == layout else True)
         for step in range(STEPS):
             for number, (name, gradient) in enumerate(problem.gradients(step).items()):
                 parameter = model.get_parameter(name)
                 kind = (number + step) % 3
-                given = gradient if kind else gradient * 0
-                parameter.grad = None if kind == 2 else problem.placed_like(parameter, given)
+                scaled = gradient if kind else gradient * 0
+                parameter.grad = None if kind == 2 else problem.placed_like(parameter, scaled)
             optimizer.step()
         optimizers.append((model, optimizer))
-    return problem.differing(*[problem.result(*both) for both in optimizers])
+    return problem.differing(*[problem.result(*pair) for pair in optimizers])
 
 
 @pytest.mark.parametrize(
@@ -442,7 +448,7 @@ def refused(kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "pattern"),
     [
         ("missing", "needed 'row_second_moment'"),
         ("shape", r"needed a DTensor of shape \(66, 1\)"),
@@ -450,9 +456,9 @@ def refused(kind: str) -> str:
         ("negative", "a negative number in row_second_moment"),
     ],
 )
-def test_what_does_not_fit_is_refused(workers, kind: str, told: str) -> None:
+def test_what_does_not_fit_is_refused(workers, kind: str, pattern: str) -> None:
     for message in workers(2).run(refused, kind):
-        assert re.search(told, message), message
+        assert re.search(pattern, message), message
 
 
 # ------------------------------------------------------------------ rules of one's own
@@ -654,7 +660,7 @@ def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str, e
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "pattern"),
     [
         ("test-sees-its-rank", "weights differ from one process"),
         ("test-normalises-gradients", r"NormalisesGradients\.fold: .* belongs into whole"),
@@ -664,16 +670,18 @@ def test_a_rule_is_proved_on_generated_layouts(workers, ranks: int, rule: str, e
         ("test-elements-by-their-norm", r"ElementsByTheirNorm\.step: .* element by element"),
     ],
 )
-def test_a_rule_that_sees_sharding_is_found(workers, rule: str, told: str) -> None:
+def test_a_rule_that_sees_sharding_is_found(workers, rule: str, pattern: str) -> None:
     for outcome in workers(2).run_expecting_errors(prove, rule, examples=20, timeout=60.0):
         assert outcome.error is AssertionError
-        assert re.search(told, outcome.message), outcome.message
+        assert re.search(pattern, outcome.message), outcome.message
 
 
 def test_one_process_proves_its_parts() -> None:
-    told = prove_rule(AllKinds, examples=5)
-    assert re.search(r"agree up to rounding in all [1-4] cases in fp32, and their results are .* in all 5 cases", told)
-    assert "Sharding was not tried" in told
+    report = prove_rule(AllKinds, examples=5)
+    assert re.search(
+        r"agree up to rounding in all [1-4] cases in fp32, and their results are .* in all 5 cases", report
+    )
+    assert "Sharding was not tried" in report
     with pytest.raises(AssertionError, match=r"NormalisesGradients\.fold"):
         prove_rule("test-normalises-gradients")
     with pytest.raises(ValueError, match="register_rule"):
@@ -757,25 +765,25 @@ def test_bit_for_bit_in_flat_buffers_what_owners_keep(workers, parallel: int, se
 
 def cost(layout: str) -> tuple[list[Any], int, int]:
     """What a step under the rule sent, and one under Muon; how many numbers are kept here, and of all matrices."""
-    sent, kept, whole = [], 0, 0
+    sent, stored, whole = [], 0, 0
     for rule in ("gram", "cautious"):
         model, optimizer = build(layout, rule)
         problem.advance(model, optimizer, 0, 1)
         sent.append((optimizer.counts.collectives, optimizer.counts.bytes_sent, optimizer.counts.bytes_received))
         for member in placed_members(optimizer):
             if "gram" in member.state_layouts:
-                kept += optimizer.state[member.tensor]["gram"].numel()
+                stored += optimizer.state[member.tensor]["gram"].numel()
                 whole += torch.Size(member.state_layouts["gram"].storage.shape).numel()
-    return sent, kept, whole
+    return sent, stored, whole
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_owners_keep_does_not_travel_and_is_kept_once(workers, layout: str) -> None:
     everyone = workers(4).run(cost, layout)
-    for (own, muons), _, _ in everyone:
-        assert own == muons
-        assert own[1] > 0
-    assert sum(kept for _, kept, _ in everyone) == everyone[0][2] > 0
+    for (gram_sent, muon_sent), _, _ in everyone:
+        assert gram_sent == muon_sent
+        assert gram_sent[1] > 0
+    assert sum(stored for _, stored, _ in everyone) == everyone[0][2] > 0
 
 
 def proved_kept() -> str:
@@ -784,8 +792,8 @@ def proved_kept() -> str:
 
 def test_prove_rule_shows_it(workers) -> None:
     """With steps that leave the matrix alone, on hosts that wait for the flags and on such as do not."""
-    (told,) = set(workers(3).run(proved_kept))
-    assert re.search(rf": 3 ranks have the bits of one process in all {FEW} cases \(.* on a mesh, .* shapes\)$", told)
+    (report,) = set(workers(3).run(proved_kept))
+    assert re.search(rf": 3 ranks have the bits of one process in all {FEW} cases \(.* on a mesh, .* shapes\)$", report)
 
 
 def save_kept(layout: str, path: str, rule: str = "gram") -> None:
@@ -837,16 +845,16 @@ def refused_kept() -> str:
 
 
 def test_torchs_functions_refuse_what_they_would_keep_one_ranks_of(workers) -> None:
-    for told in workers(2).run(refused_kept):
-        assert "'gram' of rule 'gram-average'" in told
-        assert "muonmesh.checkpoint.save" in told
+    for message in workers(2).run(refused_kept):
+        assert "'gram' of rule 'gram-average'" in message
+        assert "muonmesh.checkpoint.save" in message
 
 
 def grown() -> list[Any]:
     """A larger matrix that joins later would be given away first, and so move the others."""
     torch.manual_seed(0)
     first = [nn.Parameter(torch.randn(6, 10)) for _ in range(3)]
-    late = nn.Parameter(torch.randn(30, 40))
+    larger = nn.Parameter(torch.randn(30, 40))
     settings = {"algorithm": "gram-average", "lr": 0.01}
     optimizer = mm.Muon([{"params": first, **settings}], process_group="world")
 
@@ -855,21 +863,21 @@ def grown() -> list[Any]:
             parameter.grad = torch.ones_like(parameter) * torch.arange(parameter.shape[1])
         optimizer.step()
         plan = optimizer._runtime.connected.plan
-        return {plan.parameters[each.parameter].name: each.owner for each in plan.assignments}
+        return {plan.parameters[assignment.parameter].name: assignment.owner for assignment in plan.assignments}
 
     before = step(first)
-    optimizer.add_param_group({"params": [late], **settings, "param_names": ["late"]})
-    after = step([*first, late])
-    kept = [optimizer.state[parameter]["steps"].unique().tolist() for parameter in first]
-    return [before, {name: owner for name, owner in after.items() if name in before}, kept]
+    optimizer.add_param_group({"params": [larger], **settings, "param_names": ["late"]})
+    after = step([*first, larger])
+    counts = [optimizer.state[parameter]["steps"].unique().tolist() for parameter in first]
+    return [before, {name: owner for name, owner in after.items() if name in before}, counts]
 
 
 def test_who_keeps_something_of_a_matrix_stays_its_owner(workers) -> None:
     everyone = workers(2).run(grown)
     for before, after, _ in everyone:
         assert before == after
-    kept = [some for *_, all_kept in everyone for some in all_kept]
-    assert sorted(kept) == [[]] * 3 + [[2.0]] * 3
+    counts = [steps for *_, all_counts in everyone for steps in all_counts]
+    assert sorted(counts) == [[]] * 3 + [[2.0]] * 3
 
 
 # ------------------------------------------------------------------ SOAP-Muon, and rules that take turns
@@ -887,21 +895,21 @@ def test_soap_is_what_its_authors_code_makes_of_it(every: int) -> None:
     group = {"params": [weight], "param_names": ["layers.4.w"], "algorithm": "soap", "matrices": [("rows", 7, 7)]}
     rate = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "scale_mode": "none", "soap_every": every}
     optimizer = mm.Muon([{**group, **rate, "ns_coefficients": "polar_express", "ns_steps": 30}], **FP64)
-    expected, kept = start.clone(), [theirs.fresh(7, 7) for _ in range(2)]
+    expected, states = start.clone(), [soap.fresh(7, 7) for _ in range(2)]
     turns = [zlib.crc32(b"layers..w") + 4 + number for number in range(2)]
     for step in range(7):
         weight.grad = torch.randn(14, 7, dtype=torch.float64)
         optimizer.step()
         for number, rows in enumerate((slice(0, 7), slice(7, 14))):
-            kept[number]["soap_step"] = step + turns[number] if step else 0  # 0 is never a turn
-            update = theirs.step(weight.grad[rows], kept[number], mu=0.9, precondition_frequency=every)
+            states[number]["soap_step"] = step + turns[number] if step else 0  # 0 is never a turn
+            update = soap.step(weight.grad[rows], states[number], mu=0.9, precondition_frequency=every)
             u, values, vh = torch.linalg.svd(update, full_matrices=False)
             assert values[0] < 1e4 * values[-1]  # what Newton-Schulz reaches
             expected[rows] -= 0.1 * u @ vh
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
     state = optimizer.state[weight]
-    for key, of_theirs in {"row_basis": "q_row", "col_basis": "q_col"}.items():
-        bases = torch.stack([one[of_theirs] for one in kept])
+    for key, soap_key in {"row_basis": "q_row", "col_basis": "q_col"}.items():
+        bases = torch.stack([matrix_state[soap_key] for matrix_state in states])
         torch.testing.assert_close(state[key].view(2, 7, 7), bases, rtol=1e-9, atol=1e-10)
 
 

@@ -40,9 +40,9 @@ def test_the_expectation_is_exact_and_neighbors_are_the_only_values() -> None:
     high = ((exact.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
     draws, mean = 1000, torch.zeros_like(exact, dtype=torch.float64)
     for step in range(draws):
-        found = rounded(exact, step).float()
-        assert bool(((found == low) | (found == high)).all())
-        mean += (found.double() - low.double()) / (high.double() - low.double()) / draws
+        result = rounded(exact, step).float()
+        assert bool(((result == low) | (result == high)).all())
+        mean += (result.double() - low.double()) / (high.double() - low.double()) / draws
     chance = (exact.double() - low.double()) / (high.double() - low.double())
     # Each is binomial: 6 standard deviations for one of 2,000, and the mean of all within 6 of its own.
     deviation = (chance * (1 - chance) / draws).sqrt()
@@ -75,9 +75,9 @@ def test_an_element_has_its_number_in_whatever_piece_it_lies(seed: int) -> None:
 
     shape = tuple(draw(1, 6) for _ in range(draw(1, 4)))
     offset = tuple(draw(0, size - 1) for size in shape)
-    held = tuple(draw(1, size - low) for size, low in zip(shape, offset, strict=True))
-    strides = torch.empty(held, device="meta").stride()
-    storage = Block(Region.box(offset, held), draw(0, 9), strides)
+    extent = tuple(draw(1, size - low) for size, low in zip(shape, offset, strict=True))
+    strides = torch.empty(extent, device="meta").stride()
+    storage = Block(Region.box(offset, extent), draw(0, 9), strides)
     first, step = tuple(draw(0, size - 1) for size in shape), tuple(draw(1, 2) for _ in shape)
     count = tuple((size - 1 - low) // by + 1 for size, low, by in zip(shape, first, step, strict=True))
     piece = overlap(storage, Block(Region(first, count, step), 0, torch.empty(count, device="meta").stride()))
@@ -85,14 +85,14 @@ def test_an_element_has_its_number_in_whatever_piece_it_lies(seed: int) -> None:
         return
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     local = torch.full((storage.start + 999,), -1)
-    box = tuple(slice(low, low + size) for low, size in zip(offset, held, strict=True))
-    local.as_strided(held, strides, storage.start).copy_(numbers[box])
+    box = tuple(slice(low, low + size) for low, size in zip(offset, extent, strict=True))
+    local.as_strided(extent, strides, storage.start).copy_(numbers[box])
     expected = local.as_strided(piece.shape, piece.storage_strides, piece.storage_start)
-    start, along = number_in_whole(piece, [Block(Region.box(offset, held), 500, strides), storage], shape)
-    found = torch.full(piece.shape, start)
+    start, along = number_in_whole(piece, [Block(Region.box(offset, extent), 500, strides), storage], shape)
+    result = torch.full(piece.shape, start)
     for dim, (size, stride) in enumerate(zip(piece.shape, along, strict=True)):
-        found += (torch.arange(size) * stride).view([-1 if other == dim else 1 for other in range(len(shape))])
-    assert torch.equal(found, expected)
+        result += (torch.arange(size) * stride).view([-1 if other == dim else 1 for other in range(len(shape))])
+    assert torch.equal(result, expected)
 
 
 def test_a_piece_of_no_block_is_an_error() -> None:
@@ -105,26 +105,26 @@ def test_the_mean_of_many_seeds_is_the_step_in_fp64() -> None:
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(12, 20, generator=generator).bfloat16(), torch.randn(12, 20, generator=generator)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0, "compute_dtype": torch.float32}
-    found = []
+    results = []
     for seed in [None, *range(400)]:
         w = nn.Parameter(start.clone())
         optimizer = mm.Muon([("w", w)], stochastic_rounding=seed, master_dtype=None, **settings)
         w.grad = gradient.bfloat16()
         optimizer.step()
-        found.append(w.detach().double())
-    nearest, draws = found[0], torch.stack(found[1:])
+        results.append(w.detach().double())
+    nearest, draws = results[0], torch.stack(results[1:])
     rule = {"algorithm": "muon", "lr": 1e-3, "weight_decay": 0.0}
-    told = {"w": {**rule, "coefficients": coefficient_schedule("polar_express", 5)}}
-    exact = reference_step({"w": start}, {"w": gradient.bfloat16()}, {}, told)[0]["w"]
+    options = {"w": {**rule, "coefficients": coefficient_schedule("polar_express", 5)}}
+    exact = reference_step({"w": start}, {"w": gradient.bfloat16()}, {}, options)[0]["w"]
     spread = draws.std(0) / 400**0.5
     unseen = exact.abs() * 2**-8 / 40  # a neighbor with a chance below 1/40 may be seen in none of 400 draws
     assert bool(((draws.mean(0) - exact).abs() < 6 * spread + unseen).all())
     assert float((nearest - exact).abs().mean()) > 5 * float((draws.mean(0) - exact).abs().mean())
 
 
-def trained(count: int, given: Any = problem.gradients, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+def trained(count: int, gradients: Any = problem.gradients, **settings: Any) -> tuple[nn.Module, mm.Muon]:
     values = {name: value.bfloat16() for name, value in problem.initial().items()}
-    *_, last = problem.steps("local", count, values, given, None, **settings)
+    *_, last = problem.steps("local", count, values, gradients, None, **settings)
     return last
 
 

@@ -75,38 +75,38 @@ def trained(seed: int, counts: Sequence[int]) -> list[Tensor]:
 )
 def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tuple[list[int], list[int]]) -> None:
     alone = [in_threads(lambda seed=seed, plan=plan: trained(seed, plan))[0] for seed, plan in enumerate(plans)]
-    together = in_threads(*(lambda seed=seed, plan=plan: trained(seed, plan) for seed, plan in enumerate(plans)))
-    for expected, found in zip(alone, together, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    results = in_threads(*(lambda seed=seed, plan=plan: trained(seed, plan) for seed, plan in enumerate(plans)))
+    for expected, weights in zip(alone, results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
 
 
 def working(count: int) -> set[tuple[int, int]]:
     """The threads that work for a caller with `count` torch threads, and how many torch threads each of them has."""
     torch.set_num_threads(count)
-    found: set[tuple[int, int]] = set()
+    pairs: set[tuple[int, int]] = set()
     meet = threading.Barrier(count)
 
     def task() -> None:
         meet.wait(30)
-        found.add((threading.get_ident(), torch.get_num_threads()))
+        pairs.add((threading.get_ident(), torch.get_num_threads()))
 
     run_all([task] * count, device=CPU)
-    return found
+    return pairs
 
 
 def test_each_number_of_threads_has_a_pool_that_callers_share() -> None:
     hold = threading.Barrier(3)
 
     def caller(count: int) -> set[tuple[int, int]]:
-        found = set()
+        pairs = set()
         for _ in range(count * 3):
-            found |= working(count)
+            pairs |= working(count)
         hold.wait(30)  # as long as any of the callers lives its pool does
-        return found
+        return pairs
 
     two, three, four = in_threads(*(lambda count=count: caller(count) for count in (2, 3, 4)))
-    assert [len(found) for found in (two, three, four)] == [2, 3, 4]
-    assert {threads for found in (two, three, four) for _, threads in found} == {1}
+    assert [len(pairs) for pairs in (two, three, four)] == [2, 3, 4]
+    assert {threads for pairs in (two, three, four) for _, threads in pairs} == {1}
 
 
 def test_nobody_waits_for_a_thread_that_gets_no_core() -> None:
@@ -127,10 +127,10 @@ def test_nobody_waits_for_a_thread_that_gets_no_core() -> None:
     try:
         busy.wait(30)
         torch.set_num_threads(2)
-        done: list[int] = []
-        run_all([lambda: done.append(threading.get_ident())] * 20, device=CPU)
-        run_each(lambda _: done.append(threading.get_ident()), range(20))
-        assert done == [threading.get_ident()] * 40
+        runners: list[int] = []
+        run_all([lambda: runners.append(threading.get_ident())] * 20, device=CPU)
+        run_each(lambda _: runners.append(threading.get_ident()), range(20))
+        assert runners == [threading.get_ident()] * 40
         assert not release.is_set()
     finally:
         release.set()
@@ -249,18 +249,18 @@ def test_an_error_in_one_thread_reaches_its_caller_alone() -> None:
 
     def fine() -> int:
         torch.set_num_threads(3)
-        done: list[int] = []
+        runs: list[int] = []
         for _ in range(50):
-            run_all([lambda: done.append(1)] * 4, device=CPU)
-        return len(done)
+            run_all([lambda: runs.append(1)] * 4, device=CPU)
+        return len(runs)
 
     assert in_threads(failing, fine) == ["raised", 200]
 
 
 def _four_tasks() -> int:
-    done: list[int] = []
-    run_all([lambda: done.append(1)] * 4, device=CPU)
-    return len(done)
+    runs: list[int] = []
+    run_all([lambda: runs.append(1)] * 4, device=CPU)
+    return len(runs)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -304,8 +304,8 @@ def test_threads_that_share_an_orthogonalizer_have_memory_of_their_own() -> None
     alone = [shared(batch) for batch in batches]
     with ThreadPoolExecutor(4) as threads:
         for _ in range(5):
-            found = list(threads.map(shared, batches))
-            assert all(map(torch.equal, found, alone))
+            results = list(threads.map(shared, batches))
+            assert all(map(torch.equal, results, alone))
 
 
 @pytest.mark.parametrize("how", ["all", "each"])
@@ -313,7 +313,7 @@ def test_an_error_is_raised_when_no_task_runs_any_more(how: str) -> None:
     """The tasks of a step write weights: one that runs on would write into what the user loads meanwhile."""
     torch.set_num_threads(2)
     running = threading.Event()
-    done: list[int] = []
+    numbers: list[int] = []
 
     def task(number: int) -> None:
         if number == 0:
@@ -321,7 +321,7 @@ def test_an_error_is_raised_when_no_task_runs_any_more(how: str) -> None:
             raise MemoryError("no memory")
         running.set()
         time.sleep(0.3)
-        done.append(number)
+        numbers.append(number)
 
     run: dict[str, Callable[[], None]] = {
         "all": lambda: run_all([lambda: task(0), lambda: task(1), *[lambda: task(2)] * 20], device=CPU),
@@ -329,10 +329,10 @@ def test_an_error_is_raised_when_no_task_runs_any_more(how: str) -> None:
     }
     with pytest.raises(MemoryError, match="no memory"):
         run[how]()
-    after = list(done)
+    after = list(numbers)
     assert 1 in after
     time.sleep(0.5)
-    assert done == after
+    assert numbers == after
 
 
 def test_no_helper_is_left_when_the_interpreter_ends() -> None:

@@ -78,19 +78,19 @@ def started_again(method: newton_schulz.Method) -> tuple[list[str], list[bool], 
     options: dict[str, Any] = {"coefficients": "polar_express", "steps": 5, "method": method, "kernels": "triton"}
     orthogonalizer = newton_schulz.Orthogonalizer.of(20, 48, **options, dtype=BF16, device=torch.device("cpu"))
     same, errors = [], []
-    for turn in range(5):
-        x = torch.randn(2, 20, 48, dtype=BF16) * 10.0**turn
+    for power in range(5):
+        x = torch.randn(2, 20, 48, dtype=BF16) * 10.0**power
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         exact = u @ vh
-        given = [x] if method == "standard" else [x, torch.randn(3, 20, 30, dtype=BF16), x.mT.contiguous()[:1]]
-        alone = [orthogonalize(matrices, dtype=BF16, **options) for matrices in given]
-        together = [torch.empty_like(matrices) for matrices in given]
+        batches = [x] if method == "standard" else [x, torch.randn(3, 20, 30, dtype=BF16), x.mT.contiguous()[:1]]
+        alone = [orthogonalize(matrices, dtype=BF16, **options) for matrices in batches]
+        outputs = [torch.empty_like(matrices) for matrices in batches]
         with torch.no_grad():
-            orthogonalizer.orthogonalize_batches([matrices.clone() for matrices in given], together, overwrite=True)
-        same += map(torch.equal, together, alone)
-        found = together[0]
-        errors.append(float((found.double() - exact).norm() / exact.norm()))
-    return [type(one).__name__ for one in orthogonalizer._recordings.values()], same, max(errors)
+            orthogonalizer.orthogonalize_batches([matrices.clone() for matrices in batches], outputs, overwrite=True)
+        same += map(torch.equal, outputs, alone)
+        output = outputs[0]
+        errors.append(float((output.double() - exact).norm() / exact.norm()))
+    return [type(entry).__name__ for entry in orthogonalizer._recordings.values()], same, max(errors)
 
 
 def by_torch() -> tuple[list[float], set[bool], int, int]:
@@ -100,9 +100,9 @@ def by_torch() -> tuple[list[float], set[bool], int, int]:
     """
     flags, products = [], torch.addmm
 
-    def noted(*given: Any, **options: Any) -> Tensor:
+    def noted(*arguments: Any, **options: Any) -> Tensor:
         flags.append(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
-        result: Tensor = products(*given, **options)
+        result: Tensor = products(*arguments, **options)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
@@ -110,9 +110,9 @@ def by_torch() -> tuple[list[float], set[bool], int, int]:
         patch.setattr(triton, "TORCH_FROM", {FP16: 24})
         x, a, _ = commuting_operands(24, 136, 2, FP16)
         errors, exact = [], 0.5 * a.double() @ x.double()
-        for given, dtype in (((), FP16), ([(x, 0.0)], FP16), ((), BF16)):  # the first alone by torch
+        for summands, dtype in (((), FP16), ([(x, 0.0)], FP16), ((), BF16)):  # the first alone by torch
             result = triton_products(batch_limit=2).multiply(
-                a, x, given, torch.full_like(x, torch.nan, dtype=dtype), 0.5, symmetric=False
+                a, x, summands, torch.full_like(x, torch.nan, dtype=dtype), 0.5, symmetric=False
             )
             errors.append(excess(result, exact, 24))
         assert len(flags) == 2
@@ -124,8 +124,8 @@ def by_torch() -> tuple[list[float], set[bool], int, int]:
             weight.grad = torch.randn(24, 136)
         for _ in range(5):
             optimizer.step()
-        kept = optimizer._runtime.planned.collected.work._recordings.values()
-    return errors, set(flags), len(flags), sum(isinstance(one, recording.Recording) for one in kept)
+        recordings = optimizer._runtime.planned.collected.work._recordings.values()
+    return errors, set(flags), len(flags), sum(isinstance(entry, recording.Recording) for entry in recordings)
 
 
 def stepped_again() -> tuple[list[bool], int]:
@@ -134,27 +134,27 @@ def stepped_again() -> tuple[list[bool], int]:
     memory = [torch.randn(2, 4, 6, dtype=FP32) for _ in range(3)]
     weights = [torch.nn.Parameter(torch.randn(4, 6, dtype=FP32)) for _ in range(2)]
     momenta, into = torch.ones(2, 4, 6, dtype=FP32), torch.empty(2, 4, 6, dtype=BF16)
-    kept, uploads, same = pieces_of(list(momenta), list(into)), set[int](), list[bool]()
+    reused, uploads, same = pieces_of(list(momenta), list(into)), set[int](), list[bool]()
 
     def step(pieces: PieceRows, gradients: list[Tensor], m: Tensor, p: list[Tensor], d: Tensor) -> None:
         fused.fold(pieces, gradients, list(m), list(d), active, momentum=0.9, nesterov=True)
         fused.apply(pieces, p, [], list(d), active, keep=keep, size=size)
 
-    for turn in range(12):
-        gradients = list(memory[turn // 2 % 3])
-        active, keep, size = torch.tensor([turn % 5 > 0, True]), *(torch.rand(2, 2) + 0.5)[:, :, None].unbind()
+    for number in range(12):
+        gradients = list(memory[number // 2 % 3])
+        active, keep, size = torch.tensor([number % 5 > 0, True]), *(torch.rand(2, 2) + 0.5)[:, :, None].unbind()
         keep, size = keep[:, 0], size[:, 0]
-        wanted = [momenta.clone(), [weight.detach().clone() for weight in weights], torch.empty_like(into)]
-        step(pieces_of(list(momenta), list(into)), gradients, *wanted)
-        step(kept, gradients, momenta, weights, into)
-        last, *_ = kept._last.values()
+        expected = [momenta.clone(), [weight.detach().clone() for weight in weights], torch.empty_like(into)]
+        step(pieces_of(list(momenta), list(into)), gradients, *expected)
+        step(reused, gradients, momenta, weights, into)
+        last, *_ = reused._last.values()
         uploads.add(last.bases.data_ptr())
-        same += [torch.equal(momenta, wanted[0]), torch.equal(into, wanted[2])]
-        same += [torch.equal(weight, other) for weight, other in zip(weights, wanted[1], strict=True)]
-    return same, len(kept._tables)
+        same += [torch.equal(momenta, expected[0]), torch.equal(into, expected[2])]
+        same += [torch.equal(weight, other) for weight, other in zip(weights, expected[1], strict=True)]
+    return same, len(reused._tables)
 
 
-def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
+def trained(change: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
     """Weights and momenta after steps in which something moves, and how many batches were started again.
 
     ``by``: "repeats"; or "steps", each of which looks at everything again; or "parts", by which no kernel folds either.
@@ -163,7 +163,7 @@ def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
     weights = [nn.Parameter(torch.randn(8, 12, dtype=BF16)) for _ in range(3)] + [nn.Parameter(torch.randn(12, 20))]
     groups = [{"params": weights[:3], "lr": 0.1}, {"params": weights[3:], "lr": 0.2, "weight_decay": 0.1}]
     options: dict[str, Any] = {"ns_coefficients": "quintic", "kernels": "triton", "process_group": "local"}
-    master = FP32 if what == "masters" else None
+    master = FP32 if change == "masters" else None
     optimizer, again = mm.Muon(groups, **options, master_dtype=master), 0
     optimizer._runtime.driver = Driver(waits)
     memory = [torch.empty_like(weight) for weight in weights]
@@ -173,35 +173,41 @@ def trained(what: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
         if by == "parts":
             patch.setattr(by_kernel, "is_usable", lambda device: False)
         for step in range(9):
-            fresh = what == "gradients" and step > 4  # elsewhere in each step, in memory that is not given back
+            fresh = change == "gradients" and step > 4  # elsewhere in each step, in memory that is not given back
             memory += [torch.empty_like(weight) for weight in weights] if fresh else []
-            for number, (weight, held) in enumerate(zip(weights, memory[-len(weights) :], strict=True)):
-                zero = what == "zeros" and step % 3 == 0 and number == 1
-                weight.grad = held.zero_() if zero else held.normal_()
-            if what == "rates":
+            for number, (weight, gradient) in enumerate(zip(weights, memory[-len(weights) :], strict=True)):
+                zero = change == "zeros" and step % 3 == 0 and number == 1
+                weight.grad = gradient.zero_() if zero else gradient.normal_()
+            if change == "rates":
                 groups[step % 2]["lr"] = optimizer.param_groups[step % 2]["lr"] = 0.1 / (step + 1)
-            if what == "momentum":
+            if change == "momentum":
                 optimizer.param_groups[0]["momentum"] = 0.9 - 0.05 * step
-            if what == "nesterov" and step > 5:
+            if change == "nesterov" and step > 5:
                 optimizer.param_groups[0]["nesterov"] = False
-            if what == "weights" and step == 6:
+            if change == "weights" and step == 6:
                 weights[1].data = weights[1].data.clone()
-            if what == "metrics" and step == 6:
+            if change == "metrics" and step == 6:
                 optimizer.metrics()
             optimizer.step()
-        kept_by_work = optimizer._runtime.planned.collected.work._recordings.values()
-        again = sum(isinstance(kept, recording.Recording) for kept in kept_by_work)
-    found = [weight.detach() for weight in weights] + [kept for w in weights for kept in optimizer.state[w].values()]
-    if what == "metrics":
-        found.append(torch.tensor([*optimizer.metrics().values()]))
-    return found, again
+        recordings = optimizer._runtime.planned.collected.work._recordings.values()
+        again = sum(isinstance(entry, recording.Recording) for entry in recordings)
+    results = [weight.detach() for weight in weights] + [
+        value for w in weights for value in optimizer.state[w].values()
+    ]
+    if change == "metrics":
+        results.append(torch.tensor([*optimizer.metrics().values()]))
+    return results, again
 
 
-def repeated(what: str, waits: bool) -> tuple[bool, float, list[int]]:
+def repeated(change: str, waits: bool) -> tuple[bool, float, list[int]]:
     """Whether bits are equal, how far fp32 weights are from those of the rule's parts, and what was started again."""
-    ways = [trained(what, waits, by=by) for by in ("repeats", "steps", "parts")]
-    (found, _), (expected, _), (near, _) = ways
-    return all(map(torch.equal, found, expected)), float((found[3] - near[3]).abs().max()), [again for _, again in ways]
+    runs = [trained(change, waits, by=by) for by in ("repeats", "steps", "parts")]
+    (result, _), (expected, _), (near, _) = runs
+    return (
+        all(map(torch.equal, result, expected)),
+        float((result[3] - near[3]).abs().max()),
+        [again for _, again in runs],
+    )
 
 
 def excess(result: Tensor, exact: Tensor, terms: int) -> float:
@@ -278,7 +284,7 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
     x, a, _ = commuting_operands(rows, cols, 2, dtype)
     xd, ad = x.double(), a.double()
     s = torch.tensor([0.5, 2.0])[:, None, None]
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
         "transposed": lambda t: t.mT.contiguous().mT,
         "every other column": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
         "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
@@ -286,17 +292,19 @@ def strided(rows: int, cols: int, dtype: torch.dtype) -> dict[str, float]:
         "batch last": lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1),
         "one for all": lambda t: t[:1].expand(2, -1, -1),
     }
-    found = {}
-    for name, way in ways.items():
+    errors = {}
+    for name, layout in layouts.items():
         gram = matmuls.multiply(
-            way(x), None, [], way(torch.full_like(a, torch.nan)) if name != "one for all" else a.clone(), scale=s
+            layout(x), None, [], layout(torch.full_like(a, torch.nan)) if name != "one for all" else a.clone(), scale=s
         )
-        reference = way(xd)
-        found[f"gram, {name}"] = excess(gram, s.double() * (reference @ reference.mT), cols)
-        long = matmuls.multiply(way(a), way(x), [(way(x), s)], torch.full_like(x, torch.nan), scale=s, symmetric=False)
-        exact = s.double() * (s.double() * reference + way(ad) @ reference)
-        found[f"apply, {name}"] = excess(long, exact, cols)
-    return found
+        reference = layout(xd)
+        errors[f"gram, {name}"] = excess(gram, s.double() * (reference @ reference.mT), cols)
+        long = matmuls.multiply(
+            layout(a), layout(x), [(layout(x), s)], torch.full_like(x, torch.nan), scale=s, symmetric=False
+        )
+        exact = s.double() * (s.double() * reference + layout(ad) @ reference)
+        errors[f"apply, {name}"] = excess(long, exact, cols)
+    return errors
 
 
 def around() -> list[bool]:
@@ -322,15 +330,15 @@ def far_apart() -> float:
 TRANSPOSED, APART, ODD = "transposed", "rows apart", "two bytes off"
 
 
-def laid(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> tuple[Tensor, Tensor]:
+def laid(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
     """Memory full of sevens, and a tensor in it."""
     memory = torch.full((2 * math.prod(shape) + 64,), 7.0, dtype=dtype)
-    if way == TRANSPOSED:
+    if layout == TRANSPOSED:
         return memory, memory[: math.prod(shape)].view(*shape[:-2], shape[-1], shape[-2]).mT
-    if way == APART:
+    if layout == APART:
         wide = (*shape[:-1], 2 * shape[-1])
         return memory, memory[: math.prod(wide)].view(wide)[..., : shape[-1]]
-    first = 1 if way == ODD else 0
+    first = 1 if layout == ODD else 0
     return memory, memory[first : first + math.prod(shape)].view(shape)
 
 
@@ -362,19 +370,19 @@ PIECES: list[Piece] = [
 
 def launches() -> list[list[int]]:
     """Pieces by dtypes, and by whether all addresses are aligned, as launches take them."""
-    found: dict[object, list[int]] = {}
-    for number, (_, dtypes, ways, _) in enumerate(PIECES):
-        found.setdefault((dtypes, ODD in ways[1:]), []).append(number)
-    return list(found.values())
+    groups: dict[object, list[int]] = {}
+    for number, (_, dtypes, layouts, _) in enumerate(PIECES):
+        groups.setdefault((dtypes, ODD in layouts[1:]), []).append(number)
+    return list(groups.values())
 
 
 def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[float]:
     """The excess of momenta and directions; raises where something else was written."""
     torch.manual_seed(0)
-    memories, tensors, exact, found = [], [], [], []
-    for shape, dtypes, ways, active in PIECES:
+    memories, tensors, exact, errors = [], [], [], []
+    for shape, dtypes, layouts, active in PIECES:
         # A gradient lies as its momentum does.
-        (_, g), (m_memory, m), (d_memory, d) = map(laid, [shape] * 3, dtypes, (ways[1], *ways[1:]))
+        (_, g), (m_memory, m), (d_memory, d) = map(laid, [shape] * 3, dtypes, (layouts[1], *layouts[1:]))
         on = active or not masked
         g.copy_(torch.randn(shape) if on else torch.full(shape, torch.nan))
         m.copy_(torch.randn(shape))
@@ -392,9 +400,9 @@ def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[
     entries = list(range(len(PIECES)))
     if masked:  # some other order than that of the pieces, and an entry that is nobody's
         mask, entries = torch.cat([mask.flip(0), ~mask[:1]]), list(range(len(PIECES)))[::-1]
-    for some in launches():
-        pieces = pieces_of(*([column[n] for n in some] for column in (momenta, directions, entries)))
-        g, m, d = ([column[n] for n in some] for column in (gradients, momenta, directions))
+    for numbers in launches():
+        pieces = pieces_of(*([column[n] for n in numbers] for column in (momenta, directions, entries)))
+        g, m, d = ([column[n] for n in numbers] for column in (gradients, momenta, directions))
         if len(pieces):
             fused.fold(pieces, g, m, d if directs else [], mask, momentum=momentum, nesterov=nesterov)
     assert all(m._version > version for m, version in zip(momenta, versions, strict=True) if m.numel())
@@ -403,17 +411,17 @@ def folds(momentum: float, nesterov: bool, directs: bool, masked: bool) -> list[
         assert momentum or torch.equal(m, g.to(m.dtype))  # lerp is exact at both ends
         if not m.numel():
             continue
-        found.append(excess(m, new, 1))
+        errors.append(excess(m, new, 1))
         if directs:
             # The formula is that of the momentum as it was stored, which may differ in its last bit.
             slack = float((m.double() - new).abs().max()) / (2**-24 * float(direction.abs().max()))
-            found.append(excess(d, direction, 1) - slack)
+            errors.append(excess(d, direction, 1) - slack)
         else:
             assert (d_memory == 7).all()
         for memory, tensor in ((m_memory, m), (d_memory, d)):
             tensor.fill_(7)
             assert (memory == 7).all()  # nothing else was written
-    return found
+    return errors
 
 
 def denormals() -> list[list[float]]:
@@ -431,9 +439,9 @@ def applies(masters: bool, masked: bool) -> None:
     memories, weights, wide, updates, expected = [], [], [], [], []
     keep, size = torch.rand(2 * len(PIECES))[::2], torch.rand(len(PIECES))
     for (shape, (w_type, p_type, u_type), (_, p_way, u_way), active), k, s in zip(PIECES, keep, size, strict=True):
-        for kept, dtype, way in ((weights, w_type, p_way), (wide, p_type, p_way)):
-            memory, tensor = laid(shape, dtype, way)
-            kept.append(tensor.copy_(torch.randn(shape)))
+        for tensors, dtype, layout in ((weights, w_type, p_way), (wide, p_type, p_way)):
+            memory, tensor = laid(shape, dtype, layout)
+            tensors.append(tensor.copy_(torch.randn(shape)))
             memories.append((memory, tensor))
         updates.append(laid(shape, u_type, u_way)[1].copy_(torch.randn(shape)))
         rounded, written = wide[-1].to(w_type), torch.rand(shape) < 0.3  # these by other code since the last step
@@ -447,9 +455,9 @@ def applies(masters: bool, masked: bool) -> None:
     entries = list(range(len(PIECES)))
     if masked:
         mask, keep, size, entries = mask.flip(0), keep.flip(0), size.flip(0), list(range(len(PIECES)))[::-1]
-    for some in launches():
-        pieces = pieces_of(*([column[n] for n in some] for column in (weights, updates, entries)))
-        w, p, u = ([column[n] for n in some] for column in (weights, wide, updates))
+    for numbers in launches():
+        pieces = pieces_of(*([column[n] for n in numbers] for column in (weights, updates, entries)))
+        w, p, u = ([column[n] for n in numbers] for column in (weights, wide, updates))
         if len(pieces):
             fused.apply(pieces, w, p if masters else [], u, mask, keep=keep, size=size)
     for number, (weight, master) in enumerate(expected):
@@ -498,33 +506,33 @@ def in_one_launch(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Any]:
     wrong: dict[str, Any] = {}
     options: dict[str, Any] = {"coefficients": "polar_express"}
     sizes = torch.tensor([1.0, 2.0**-80, 2.0**90, 0.0])[:, None, None] if dtype != FP16 else torch.ones(4, 1, 1)
-    one = torch.randn(rows, cols)
-    x = (one * sizes).to(dtype)
+    matrix = torch.randn(rows, cols)
+    x = (matrix * sizes).to(dtype)
     launched, run = [], triton.small
-    triton.small = lambda *given: (launched.append(given[0].shape), run(*given))
-    found = orthogonalize(x, kernels="triton", **options)
+    triton.small = lambda *arguments: (launched.append(arguments[0].shape), run(*arguments))
+    output = orthogonalize(x, kernels="triton", **options)
     expected = orthogonalize(x.double(), kernels="torch", dtype=torch.float64, **options)
     separate = orthogonalize(x, kernels="torch", **options)
     norm = expected.norm()
-    error, theirs = ((result.double() - expected).norm() / norm for result in (found, separate))
-    if not error < 1.05 * theirs + 2**-9:
-        wrong["error"] = float(error), float(theirs)
+    error, torch_error = ((result.double() - expected).norm() / norm for result in (output, separate))
+    if not error < 1.05 * torch_error + 2**-9:
+        wrong["error"] = float(error), float(torch_error)
     if launched != [(4, rows, cols)]:
         wrong["launched"] = launched
-    if dtype != FP16 and not (torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])):
-        wrong["a power of two"] = found
-    if dtype != FP16 and found[3].any():
-        wrong["zeros"] = found[3]
-    if not torch.equal(orthogonalize(x[1:2], kernels="triton", **options), found[1:2]):
-        wrong["alone"] = found
+    if dtype != FP16 and not (torch.equal(output[0], output[1]) and torch.equal(output[0], output[2])):
+        wrong["a power of two"] = output
+    if dtype != FP16 and output[3].any():
+        wrong["zeros"] = output[3]
+    if not torch.equal(orthogonalize(x[1:2], kernels="triton", **options), output[1:2]):
+        wrong["alone"] = output
     apart = torch.full((2, cols + 3, rows + 5), 7.0).to(dtype).mT[:, 2 : rows + 2, 1 : cols + 1]
     apart.copy_(x[:2])
-    if not torch.equal(orthogonalize(apart, kernels="triton", **options), found[:2]):
-        wrong["strides"] = found
+    if not torch.equal(orthogonalize(apart, kernels="triton", **options), output[:2]):
+        wrong["strides"] = output
     x[1, -1, 0], x[2, 0, -1] = math.nan, math.inf
-    found = orthogonalize(x, kernels="triton", **options)
-    if found[1:3].isfinite().any() or not found[[0, 3]].isfinite().all():
-        wrong["not finite"] = found
+    output = orthogonalize(x, kernels="triton", **options)
+    if output[1:3].isfinite().any() or not output[[0, 3]].isfinite().all():
+        wrong["not finite"] = output
     triton.small = run
     return wrong
 
@@ -534,7 +542,7 @@ def nonzeros() -> list[int]:
     long = torch.zeros(2 * 2**17 + 5, dtype=torch.float32)
     last, nan, negative = long.clone(), torch.zeros(40, 3, dtype=BF16), torch.zeros(1, dtype=FP16)
     last[-1], nan[7, 1], negative[0] = 2.0**-149, math.nan, -0.0
-    found = torch.zeros(11, dtype=torch.int32)
+    flags = torch.zeros(11, dtype=torch.int32)
     first, apart = torch.ones(5000), torch.ones(2, 64, 96)
     apart[:, :, :64] = 0
     strided, turned = apart[0, :, :64], apart[1, :, :50].mT
@@ -543,10 +551,10 @@ def nonzeros() -> list[int]:
     gradients[-2][-1, -1], gradients[-1][-1, -1] = 1.0, 1.0
     entries = [0, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10]
     for dtype in {gradient.dtype for gradient in gradients}:
-        some = [(g, entry) for g, entry in zip(gradients, entries, strict=True) if g.dtype == dtype and g.numel()]
-        tensors, numbers = [g for g, _ in some], [entry for _, entry in some]
-        fused.mark_nonzero(pieces_of(tensors, tensors, numbers, SEARCHED), tensors, found)
-    return found.tolist()
+        pairs = [(g, entry) for g, entry in zip(gradients, entries, strict=True) if g.dtype == dtype and g.numel()]
+        tensors, numbers = [g for g, _ in pairs], [entry for _, entry in pairs]
+        fused.mark_nonzero(pieces_of(tensors, tensors, numbers, SEARCHED), tensors, flags)
+    return flags.tolist()
 
 
 def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
@@ -579,14 +587,14 @@ def stepped(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], i
     groups = [{"params": weights, "matrices": matrices}]
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=None if dtype == FP32 else FP32)
     optimizer._runtime.driver = Driver(False)
-    taken = 0
+    folded = 0
     fold = by_kernel.ByKernel.fold
 
     def counted(self: by_kernel.ByKernel, elements: Any) -> Any:
-        nonlocal taken
-        left = fold(self, elements)
-        taken += len(elements.table.rows) - len(left)
-        return left
+        nonlocal folded
+        rest = fold(self, elements)
+        folded += len(elements.table.rows) - len(rest)
+        return rest
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_kernel.ByKernel, "fold", counted)
@@ -607,13 +615,13 @@ def stepped(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], i
                     state.update({key: value.clone() for key, value in state.items()})
             optimizer.step()
     states = [optimizer.state[weight] for weight in weights]
-    return [*weights, *(value.clone() for state in states for value in state.values())], taken
+    return [*weights, *(value.clone() for state in states for value in state.values())], folded
 
 
 def still_and_moving(dtype: torch.dtype) -> tuple[bool, int]:
     """Whether tensors that move have the bits of those that stay, and how many rows kernels have folded."""
-    (still, taken), (moved, _) = stepped(dtype), stepped(dtype, moves=True)
-    return len(still) == len(moved) and all(map(torch.equal, still, moved)), taken
+    (still, folded), (moved, _) = stepped(dtype), stepped(dtype, moves=True)
+    return len(still) == len(moved) and all(map(torch.equal, still, moved)), folded
 
 
 def boosted() -> list[float]:
@@ -655,29 +663,29 @@ def changed_rule() -> tuple[float, bool]:
             optimizer.step()
         return weight.detach(), optimizer._runtime.planned.collected is not None
 
-    found, kept = weights()
+    result, steady = weights()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(by_kernel, "is_usable", lambda device: False)
         expected, _ = weights()
-    return float((found - expected).abs().max()), kept
+    return float((result - expected).abs().max()), steady
 
 
 def refused() -> dict[str, str]:
     """What is said where Triton is asked for what it cannot do."""
-    found = {}
-    for name, where, dtype in (("dtype", "cpu", torch.float64), ("device", "meta", torch.bfloat16)):
+    messages = {}
+    for name, device, dtype in (("dtype", "cpu", torch.float64), ("device", "meta", torch.bfloat16)):
         with pytest.raises(ValueError, match="kernels") as caught:
-            kernels.select("triton", device=torch.device(where), dtype=dtype, rows=4, cols=4)
-        found[name] = str(caught.value)
-    return found
+            kernels.select("triton", device=torch.device(device), dtype=dtype, rows=4, cols=4)
+        messages[name] = str(caught.value)
+    return messages
 
 
 # ------------------------------------------------------------------ tests
 
 
 def test_a_steady_step_asks_whether_kernels_still_do_what_a_rule_does(interpreter: Interpreter) -> None:
-    apart, kept = interpreter(changed_rule)
-    assert kept, "launches last from step to step"
+    apart, steady = interpreter(changed_rule)
+    assert steady, "launches last from step to step"
     assert apart < 1e-5
 
 
@@ -685,21 +693,21 @@ MOVES = ["nothing", "gradients", "rates", "momentum", "nesterov", "zeros", "weig
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["waits not", "waits"])
-@pytest.mark.parametrize("what", MOVES)
+@pytest.mark.parametrize("change", MOVES)
 def test_a_batch_that_is_started_again_has_the_bits_of_one_that_is_not(
-    interpreter: Interpreter, what: str, waits: bool
+    interpreter: Interpreter, change: str, waits: bool
 ) -> None:
-    same, apart, (again, *others) = interpreter(repeated, what, waits)
+    same, apart, (again, *others) = interpreter(repeated, change, waits)
     assert same
     assert apart < 0.02
-    assert again >= (0 if what == "weights" else 1)  # which were given up when a weight moved
+    assert again >= (0 if change == "weights" else 1)  # which were given up when a weight moved
     assert others == [0, 0]
 
 
 @pytest.mark.parametrize(("rows", "cols", "batch", "dtype"), SIZES, ids=str)
 def test_products_against_fp64(interpreter: Interpreter, rows: int, cols: int, batch: int, dtype: torch.dtype) -> None:
-    found = interpreter(products_of, rows, cols, batch, dtype)
-    assert max(found.values()) < 4, found
+    errors = interpreter(products_of, rows, cols, batch, dtype)
+    assert max(errors.values()) < 4, errors
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -707,8 +715,8 @@ def test_products_against_fp64(interpreter: Interpreter, rows: int, cols: int, b
 def test_products_of_matrices_with_any_strides(
     interpreter: Interpreter, rows: int, cols: int, dtype: torch.dtype
 ) -> None:
-    found = interpreter(strided, rows, cols, dtype)
-    assert max(found.values()) < 4, found
+    errors = interpreter(strided, rows, cols, dtype)
+    assert max(errors.values()) < 4, errors
 
 
 def test_products_of_rows_that_are_far_apart(interpreter: Interpreter) -> None:
@@ -742,8 +750,8 @@ def test_fold(interpreter: Interpreter, momentum: float, nesterov: bool, directs
 
 
 def test_fold_flushes_denormals(interpreter: Interpreter) -> None:
-    for found in interpreter(denormals):
-        zero, small, negative, large, tiny, nan = found
+    for momenta in interpreter(denormals):
+        zero, small, negative, large, tiny, nan = momenta
         assert (zero, negative, tiny) == (0, 0, 0)
         assert small == pytest.approx(0.9 * 1.5 * 2**-126)
         assert large == pytest.approx(0.9e-20)
@@ -752,8 +760,8 @@ def test_fold_flushes_denormals(interpreter: Interpreter) -> None:
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_what_is_started_again_computes_on_what_is_given_now(interpreter: Interpreter, method: str) -> None:
-    kept, same, error = interpreter(started_again, method)
-    assert kept == ["Recording"]
+    kinds, same, error = interpreter(started_again, method)
+    assert kinds == ["Recording"]
     assert all(same)
     assert error < 0.2
 
@@ -795,9 +803,9 @@ def test_gradients_that_are_exactly_zero(interpreter: Interpreter) -> None:
 
 @pytest.mark.parametrize(("rows", "dtype", "symmetric"), [(48, FP16, True), (33, FP16, False), (70, FP32, True)])
 def test_the_factor_of_two_steps(interpreter: Interpreter, rows: int, dtype: torch.dtype, symmetric: bool) -> None:
-    found = interpreter(joined, rows, dtype, symmetric)
-    assert max(found.values()) < 4, found
-    assert found["symmetric"] == 0
+    errors = interpreter(joined, rows, dtype, symmetric)
+    assert max(errors.values()) < 4, errors
+    assert errors["symmetric"] == 0
 
 
 @pytest.mark.parametrize(("masters", "masked"), [(False, False), (True, True)])
@@ -810,9 +818,9 @@ def test_kernels_take_all_matrices_of_a_rank_wherever_their_tensors_move(
     interpreter: Interpreter, dtype: torch.dtype
 ) -> None:
     """In all steps, one of them without a gradient in the first, also where weights, state and gradients move."""
-    same, taken = interpreter(still_and_moving, dtype)
+    same, folded = interpreter(still_and_moving, dtype)
     assert same
-    assert taken == 20 + 3 * 21
+    assert folded == 20 + 3 * 21
 
 
 def test_a_scale_of_a_rule_s_own_is_read_at_every_step(interpreter: Interpreter) -> None:
@@ -823,9 +831,9 @@ def test_a_scale_of_a_rule_s_own_is_read_at_every_step(interpreter: Interpreter)
 def test_shards_of_a_convolution_have_three_dims(dim: int) -> None:
     whole = torch.arange(9 * 4 * 3 * 3).view(9, 4, 3, 3)
     for shard in whole.chunk(2, dim):
-        found = in_three_dims(tuple(shard.shape), shard.contiguous().stride(), shard.stride())
-        assert found is not None
-        shape, compact, spread = found
+        dims = in_three_dims(tuple(shard.shape), shard.contiguous().stride(), shard.stride())
+        assert dims is not None
+        shape, compact, spread = dims
         assert len(shape) <= 3
         assert torch.equal(shard.contiguous().as_strided(shape, compact).flatten(), shard.flatten())
         assert torch.equal(shard.as_strided(shape, spread).flatten(), shard.flatten())

@@ -34,13 +34,13 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architecture: str) -> None:
-    found = script.compiled(architecture, "large", "Q X")
-    assert (found.spilled, found.lanes) == (0, 0)
-    assert found.registers <= 255
-    assert found.shared <= 1024 * script.SHARED[architecture]
-    assert found.tensor > 0
-    assert found.wide > 0
-    assert found.asynchronous > 0 or architecture == "gfx942"
+    kernel = script.compiled(architecture, "large", "Q X")
+    assert (kernel.spilled, kernel.lanes) == (0, 0)
+    assert kernel.registers <= 255
+    assert kernel.shared <= 1024 * script.SHARED[architecture]
+    assert kernel.tensor > 0
+    assert kernel.wide > 0
+    assert kernel.asynchronous > 0 or architecture == "gfx942"
 
 
 @pytest.mark.parametrize(
@@ -54,39 +54,39 @@ def test_a_large_product_fits_and_uses_tensor_cores(script: ModuleType, architec
     ],
 )
 def test_a_symmetric_product_fits(script: ModuleType, architecture: str, kind: str, name: str, spilled: int) -> None:
-    found = script.compiled(architecture, kind, name)
-    assert (found.spilled, found.lanes) == (spilled, 0)
-    assert found.shared <= 1024 * script.SHARED[architecture]
-    assert (found.tensor > 0) == (kind == "large")  # fp32 is not multiplied as TF32
-    assert found.wide >= (16 if kind == "large" else 0)  # both triangles are stored 16 bytes at a time
+    kernel = script.compiled(architecture, kind, name)
+    assert (kernel.spilled, kernel.lanes) == (spilled, 0)
+    assert kernel.shared <= 1024 * script.SHARED[architecture]
+    assert (kernel.tensor > 0) == (kind == "large")  # fp32 is not multiplied as TF32
+    assert kernel.wide >= (16 if kind == "large" else 0)  # both triangles are stored 16 bytes at a time
 
 
 def test_a_matrix_that_is_not_aligned_fits(script: ModuleType) -> None:
-    found = script.compiled("sm_80", "odd", "b·A + c·A²")
-    assert found.spilled == 0
-    assert found.tensor > 0
+    kernel = script.compiled("sm_80", "odd", "b·A + c·A²")
+    assert kernel.spilled == 0
+    assert kernel.tensor > 0
 
 
 @pytest.mark.parametrize("name", ["fold", "apply, masters"])
 def test_the_elementwise_pair_moves_sixteen_bytes_at_a_time(script: ModuleType, name: str) -> None:
-    found = script.compiled("sm_90", "pieces", name)
-    assert found.spilled == 0
-    assert found.wide >= 20  # also of a matrix whose direction lies transposed
+    kernel = script.compiled("sm_90", "pieces", name)
+    assert kernel.spilled == 0
+    assert kernel.wide >= 20  # also of a matrix whose direction lies transposed
 
 
 def test_all_steps_of_a_small_matrix_fit(script: ModuleType) -> None:
     """Four programs on a multiprocessor: 1,000 matrices are two turns of 132 of them."""
-    found = script.compiled("sm_90", "all steps", "64×64")
-    assert found.spilled == 0
-    assert found.programs >= 4
-    assert found.tensor > 0
+    kernel = script.compiled("sm_90", "all steps", "64×64")
+    assert kernel.spilled == 0
+    assert kernel.programs >= 4
+    assert kernel.tensor > 0
 
 
 @pytest.mark.parametrize(("architecture", "name"), [("sm_90", "norms of parts"), ("gfx942", "any not zero")])
 def test_what_is_beside_products_fits(script: ModuleType, architecture: str, name: str) -> None:
-    found = script.compiled(architecture, "beside", name)
-    assert (found.spilled, found.lanes) == (0, 0)
-    assert found.wide > 0 or name == "any not zero"  # which hardly reads anything
+    kernel = script.compiled(architecture, "beside", name)
+    assert (kernel.spilled, kernel.lanes) == (0, 0)
+    assert kernel.wide > 0 or name == "any not zero"  # which hardly reads anything
 
 
 PAGE = (REPOSITORY / "benchmarks" / "results" / "compiled_kernels.md").read_text()
@@ -103,8 +103,8 @@ def test_the_page_says_what_the_compiler_makes(script: ModuleType, row: list[str
 
     name, kind, *cells = row
     assert f"Triton {triton.__version__}." in PAGE, "python -m benchmarks.kernels --page makes the table"
-    for architecture, told in zip(ARCHITECTURES[:3], cells, strict=False):
-        assert script._cell(script.compiled(architecture, kind, name)) == told, architecture
+    for architecture, cell in zip(ARCHITECTURES[:3], cells, strict=False):
+        assert script._cell(script.compiled(architecture, kind, name)) == cell, architecture
 
 
 def test_odd_sizes_do_not_each_ask_for_a_kernel(script: ModuleType) -> None:
