@@ -131,7 +131,7 @@ def expected_updates(exchange: str, gradients: list[torch.Tensor]) -> list[torch
     return whole[2:]
 
 
-@pytest.mark.parametrize("way", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
+@pytest.mark.parametrize("exchange", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
 @pytest.mark.parametrize("shape", [(96, 32), (32, 32), (32, 96)])
 def test_late_and_rare_exchanges_are_what_they_are_called(exchange: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
