@@ -54,22 +54,24 @@ STEPS = 4
 
 
 class Linear(nn.Linear):
-    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
-        return _dot(self, given, prefix)
+    def forward(self, gradients: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, gradients, prefix)
 
 
 class Embedding(nn.Embedding):
-    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
-        return _dot(self, given, prefix)
+    def forward(self, gradients: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, gradients, prefix)
 
 
 class Norm(nn.LayerNorm):
-    def forward(self, given: dict[str, Tensor], prefix: str) -> Tensor:
-        return _dot(self, given, prefix)
+    def forward(self, gradients: dict[str, Tensor], prefix: str) -> Tensor:
+        return _dot(self, gradients, prefix)
 
 
-def _dot(module: nn.Module, given: dict[str, Tensor], prefix: str) -> Tensor:
-    terms = [(p * given[f"{prefix}.{name}"].to(p.dtype)).sum() for name, p in module.named_parameters(recurse=False)]
+def _dot(module: nn.Module, gradients: dict[str, Tensor], prefix: str) -> Tensor:
+    terms = [
+        (p * gradients[f"{prefix}.{name}"].to(p.dtype)).sum() for name, p in module.named_parameters(recurse=False)
+    ]
     return torch.stack(terms).sum()
 
 
@@ -89,8 +91,8 @@ class Model(nn.Module):
         self.head = Linear(19, 10)
         self.frozen.requires_grad_(False)
 
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return torch.stack([module(given, name) for name, module in self.named_children()]).sum()
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([module(gradients, name) for name, module in self.named_children()]).sum()
 
 
 SHAPES = {name: tuple(p.shape) for name, p in Model().named_parameters()}
@@ -109,22 +111,22 @@ def values() -> dict[str, Tensor]:
 
 def build(*, zero_init: dict[str, Any] | None = None) -> Model:
     """The model; under `zero.Init` its values are set through DeepSpeed's own door."""
-    known = values()
+    drawn = values()
     if zero_init is None:
         model = Model()
         for name, parameter in model.named_parameters():
-            parameter.data.copy_(known[name])
+            parameter.data.copy_(drawn[name])
         return model
     with deepspeed.zero.Init(config_dict_or_path=zero_init):
         model = Model()
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if dist.get_rank() == 0:
-                parameter.data.copy_(known[name])
+                parameter.data.copy_(drawn[name])
     return model
 
 
-def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
+def gradients_of(step: int, micro: int, rank: int) -> dict[str, Tensor]:
     """What one rank's forward is given in one micro-batch: its gradients."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     drawn = {n: torch.randint(-4, 5, shape, generator=generator).float() for n, shape in SHAPES.items()}
@@ -137,8 +139,8 @@ def given(step: int, micro: int, rank: int) -> dict[str, Tensor]:
 def reduced(step: int, micros: int, sources: int | None = None) -> dict[str, Tensor]:
     """The mean over ranks, or over so many of them, and micro-batches."""
     world = sources or dist.get_world_size()
-    drawn = [given(step, micro, rank) for micro in range(micros) for rank in range(world)]
-    return {name: torch.stack([one[name] for one in drawn]).sum(0) / len(drawn) for name in SHAPES}
+    drawn = [gradients_of(step, micro, rank) for micro in range(micros) for rank in range(world)]
+    return {name: torch.stack([gradients[name] for gradients in drawn]).sum(0) / len(drawn) for name in SHAPES}
 
 
 @contextlib.contextmanager
@@ -174,14 +176,14 @@ def train(engine: Any, steps: range, *, sources: int | None = None) -> None:
     source = dist.get_rank() % (sources or dist.get_world_size())
     for step in steps:
         for micro in range(engine.gradient_accumulation_steps()):
-            drawn = {name: value.to(engine.device) for name, value in given(step, micro, source).items()}
+            drawn = {name: value.to(engine.device) for name, value in gradients_of(step, micro, source).items()}
             engine.backward(engine(drawn))
             engine.step()
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """The fp32 weights, whole, through DeepSpeed's own function; where it has none (stage 0), as it keeps them."""
-    found = {}
+    gathered = {}
     if hasattr(engine.optimizer, "fp32_groups"):
         names = {id(p): name for name, p in engine.module.named_parameters()}
         groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
@@ -190,17 +192,17 @@ def weights(engine: Any) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             whole = safe_get_full_fp32_param(parameter)
-            found[name] = (parameter if whole is None else whole).detach().float().cpu().clone()
-    return found
+            gathered[name] = (parameter if whole is None else whole).detach().float().cpu().clone()
+    return gathered
 
 
 def computed_with(engine: Any) -> dict[str, Tensor]:
     """The weights that the module computes with."""
-    found = {}
+    gathered = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            found[name] = parameter.detach().float().cpu().clone()
-    return found
+            gathered[name] = parameter.detach().float().cpu().clone()
+    return gathered
 
 
 STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -209,13 +211,13 @@ STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 def states(engine: Any) -> dict[str, Tensor]:
     """Momenta and moments, whole, through DeepSpeed's own function."""
-    optimizer, found, parameters = engine.basic_optimizer, {}, dict(engine.module.named_parameters())
+    optimizer, gathered, parameters = engine.basic_optimizer, {}, dict(engine.module.named_parameters())
     for _, name, tensor, _ in entries_of(optimizer):
         for key, value in optimizer.state[tensor].items():
             if key in STATE and value.shape == tensor.shape:
                 whole = safe_get_full_optimizer_state(parameters[name], key)
-                found[f"{name}.{key}"] = whole.detach().cpu().clone()
-    return found
+                gathered[f"{name}.{key}"] = whole.detach().cpu().clone()
+    return gathered
 
 
 class OneProcess:
@@ -244,20 +246,20 @@ class OneProcess:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        found = {}
+        tensors = {}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
-            kept = {key: value for key, value in state.items() if key in STATE and value.shape == parameter.shape}
-            found |= {f"{name}.{key}": value.clone() for key, value in kept.items()}
-        return {name: tensor.cpu() for name, tensor in found.items()}
+            entries = {key: value for key, value in state.items() if key in STATE and value.shape == parameter.shape}
+            tensors |= {f"{name}.{key}": value.clone() for key, value in entries.items()}
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def differences(found: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
+def differences(tensors: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
     """Names of what is not bit for bit the same."""
-    wrong = [f"only on one side: {sorted(found.keys() ^ needed.keys())}"] if found.keys() != needed.keys() else []
-    for name in found.keys() & needed.keys():
-        if not torch.equal(found[name], needed[name]):
-            wrong.append(f"{name}: {float((found[name] - needed[name]).abs().max()):.1e}")
+    wrong = [f"only on one side: {sorted(tensors.keys() ^ needed.keys())}"] if tensors.keys() != needed.keys() else []
+    for name in tensors.keys() & needed.keys():
+        if not torch.equal(tensors[name], needed[name]):
+            wrong.append(f"{name}: {float((tensors[name] - needed[name]).abs().max()):.1e}")
     return sorted(wrong)
 
 
@@ -293,40 +295,42 @@ def exactness(
                 model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
         engine = engine_for(config, model, **optimizer)
         if heads is not None:
-            told = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
-            optimizer["overrides"] = {**OPTIMIZER["overrides"], **told}
-        one = OneProcess(dtype, engine.device, **optimizer)
+            heads_of = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
+            optimizer["overrides"] = {**OPTIMIZER["overrides"], **heads_of}
+        single = OneProcess(dtype, engine.device, **optimizer)
         frozen = {name: v for name, v in computed_with(engine).items() if name.startswith("frozen")}
-        wrong = [f"before: {line}" for line in differences(weights(engine), one.weights)]
+        wrong = [f"before: {line}" for line in differences(weights(engine), single.weights)]
         train(engine, range(STEPS))
         for step in range(STEPS):
             gradients = reduced(step, engine.gradient_accumulation_steps())
-            one.step({name: times * gradient for name, gradient in gradients.items()})
-        wrong += differences(weights(engine), one.weights)
-        now = {name: value.to(dtype).float() for name, value in one.weights.items()} | frozen
-        wrong += [f"module: {line}" for line in differences(computed_with(engine), now)]
+            single.step({name: times * gradient for name, gradient in gradients.items()})
+        wrong += differences(weights(engine), single.weights)
+        expected = {name: value.to(dtype).float() for name, value in single.weights.items()} | frozen
+        wrong += [f"module: {line}" for line in differences(computed_with(engine), expected)]
         if engine.zero_optimization():
-            wrong += [f"state: {line}" for line in differences(states(engine), one.states)]
+            wrong += [f"state: {line}" for line in differences(states(engine), single.states)]
         engine.destroy()
     return wrong
 
 
 def in_bf16(config: dict[str, Any]) -> list[str]:
     """Train with master weights and state in bf16; what differs from one process whose weights and state are bf16."""
-    engine, one = engine_for(config), OneProcess(torch.bfloat16, state_dtype=torch.bfloat16, weights=torch.bfloat16)
+    engine, single = engine_for(config), OneProcess(torch.bfloat16, state_dtype=torch.bfloat16, weights=torch.bfloat16)
     train(engine, range(STEPS))
     for step in range(STEPS):
-        one.step({name: gradient.bfloat16() for name, gradient in reduced(step, 1).items()})
-    wrong = differences(weights(engine), {name: value.float() for name, value in one.weights.items()})
-    found, needed = ({name: value.float() for name, value in some.items()} for some in (states(engine), one.states))
-    wrong += [f"state: {line}" for line in differences(found, needed)]
+        single.step({name: gradient.bfloat16() for name, gradient in reduced(step, 1).items()})
+    wrong = differences(weights(engine), {name: value.float() for name, value in single.weights.items()})
+    gathered, needed = (
+        {name: value.float() for name, value in tensors.items()} for tensors in (states(engine), single.states)
+    )
+    wrong += [f"state: {line}" for line in differences(gathered, needed)]
     engine.destroy()
     return wrong
 
 
 def away_and_back(config: dict[str, Any]) -> tuple[str, list[str]]:
     """Move the engine's state to the host and back after two steps; what the engine says, and what then differs."""
-    engine, one, refused = engine_for(config), OneProcess(torch.float32), ""
+    engine, single, refused = engine_for(config), OneProcess(torch.float32), ""
     for step in range(STEPS):
         if step == 2:
             try:
@@ -335,8 +339,8 @@ def away_and_back(config: dict[str, Any]) -> tuple[str, list[str]]:
             except AssertionError as error:
                 refused = str(error)
         train(engine, range(step, step + 1))
-        one.step(reduced(step, 1))
-    wrong = differences(weights(engine), one.weights)
+        single.step(reduced(step, 1))
+    wrong = differences(weights(engine), single.weights)
     engine.destroy()
     return refused, wrong
 
@@ -363,7 +367,7 @@ def _write(engine: Any, how: str) -> dict[str, Tensor]:
     if how == "load_state_dict" and not hasattr(parameters[0], "ds_id"):
         engine.module.load_state_dict({name: value.to(parameters[0].dtype) for name, value in values().items()})
         return computed_with(engine)
-    known = values()
+    drawn = values()
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -372,7 +376,7 @@ def _write(engine: Any, how: str) -> dict[str, Tensor]:
             if how == "clamp":
                 parameter.clamp_(-0.5, 0.5)
             else:
-                parameter.copy_(known[name])
+                parameter.copy_(drawn[name])
     return computed_with(engine)
 
 
@@ -380,13 +384,13 @@ def written(config: dict[str, Any], how: str) -> list[str]:
     """Train, write weights in between, and return what differs from one process whose weights are written alike."""
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        engine, one = engine_for(config), OneProcess(dtype)
+        engine, single = engine_for(config), OneProcess(dtype)
         for step in range(STEPS):
             train(engine, range(step, step + 1))
-            one.step(reduced(step, engine.gradient_accumulation_steps()))
+            single.step(reduced(step, engine.gradient_accumulation_steps()))
             if step == 1:
                 stored = _write(engine, how)
-                for name, exact in one.model.named_parameters():
+                for name, exact in single.model.named_parameters():
                     if exact.requires_grad:
                         other = stored[name] != exact.detach().to(dtype).float()
                         exact.data[other] = stored[name][other]
@@ -394,8 +398,8 @@ def written(config: dict[str, Any], how: str) -> list[str]:
                 for name, parameter in engine.module.named_parameters():
                     if name == "up.weight" and engine.zero_optimization():
                         safe_set_full_fp32_param(parameter, values()[name] / 3)
-                        one.model.up.weight.data.copy_(values()[name] / 3)
-        wrong = differences(weights(engine), one.weights)
+                        single.model.up.weight.data.copy_(values()[name] / 3)
+        wrong = differences(weights(engine), single.weights)
         engine.destroy()
     return wrong
 
@@ -420,8 +424,8 @@ class Sharded:
     """What `OneProcess` does, under FSDP2."""
 
     def __init__(self) -> None:
-        one = OneProcess(torch.float32)
-        self.model = fully_shard(one.model)
+        single = OneProcess(torch.float32)
+        self.model = fully_shard(single.model)
         split = {key: OPTIMIZER[key] for key in ("overrides", "adamw")}
         shared = {key: OPTIMIZER[key] for key in ("lr", "momentum")}
         self.optimizer = mm.Muon(mm.split_params(self.model, **split), compute_dtype=torch.float32, **shared)
@@ -435,22 +439,22 @@ class Sharded:
                     parameter.grad = distribute_tensor(gradients[name], mesh, placements, src_data_rank=None)
             self.optimizer.step()
 
-    def found(self) -> dict[str, Tensor]:
-        found = {}
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 state = self.optimizer.state[parameter]
-                found[name] = parameter.full_tensor().detach()
-                found |= {f"{name}.{key}": state[key].full_tensor() for key in STATE if key in state}
-        return found
+                tensors[name] = parameter.full_tensor().detach()
+                tensors |= {f"{name}.{key}": state[key].full_tensor() for key in STATE if key in state}
+        return tensors
 
 
 def uninterrupted() -> dict[str, Tensor]:
     """Weights and state of one process after all steps, whose gradients are those of two ranks."""
-    one = OneProcess(torch.float32)
+    single = OneProcess(torch.float32)
     for step in range(STEPS):
-        one.step(reduced(step, 1, sources=2))
-    return one.weights | one.states
+        single.step(reduced(step, 1, sources=2))
+    return single.weights | single.states
 
 
 def save_anywhere(config: dict[str, Any] | None, folder: str) -> None:
@@ -473,16 +477,16 @@ def load_anywhere(config: dict[str, Any] | None, folder: str) -> dict[str, Tenso
         sharded.train(range(1, 2))
         mm.checkpoint.load(folder, sharded.model, sharded.optimizer)
         sharded.train(range(STEPS // 2, STEPS))
-        return sharded.found()
+        return sharded.tensors()
     engine = engine_for(config)
     train(engine, range(1, 2), sources=2)
     mm.checkpoint.load(folder, engine.module, engine.optimizer)
     before = computed_with(engine)
     assert all(torch.equal(before[name], weight) for name, weight in weights(engine).items())
     train(engine, range(STEPS // 2, STEPS), sources=2)
-    found = weights(engine) | (states(engine) if engine.zero_optimization() else {})
+    reached = weights(engine) | (states(engine) if engine.zero_optimization() else {})
     engine.destroy()
-    return found
+    return reached
 
 
 def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
@@ -494,9 +498,9 @@ def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: An
     engine.save_checkpoint(folder, tag="saved")
     mm.checkpoint.save(f"{folder}/ours", engine, engine)
     train(engine, range(steps, STEPS), sources=2)
-    found = snapshot(engine) | means(engine)
+    reached = snapshot(engine) | means(engine)
     engine.destroy()
-    return found
+    return reached
 
 
 def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
@@ -512,9 +516,9 @@ def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **o
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
     train(engine, range(steps, STEPS), sources=2)
-    found = snapshot(engine) | means(engine)
+    reached = snapshot(engine) | means(engine)
     engine.destroy()
-    return found
+    return reached
 
 
 def save_only(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
@@ -524,9 +528,9 @@ def save_only(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
     engine.save_checkpoint(folder, tag="older")
     train(engine, range(1, 2), sources=2)
     engine.save_checkpoint(folder, tag="latest one")
-    found = computed_with(engine)
+    gathered = computed_with(engine)
     engine.destroy()
-    return found
+    return gathered
 
 
 def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any) -> tuple[Any, ...]:
@@ -537,9 +541,9 @@ def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     train(engine, range(1), sources=2)
-    found = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
+    result = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
     engine.destroy()
-    return found
+    return result
 
 
 class Convolutions(nn.Module):
@@ -587,33 +591,33 @@ def taken_back(config: dict[str, Any], folder: str) -> tuple[dict[str, str], lis
 
 def scheduled(config: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
     """The rates at each step, by group, and what differs from one process that is given the same rates."""
-    engine, one = engine_for(config), OneProcess(torch.float32)
+    engine, single = engine_for(config), OneProcess(torch.float32)
     rates = []
     for step in range(STEPS):
         rates.append([float(group["lr"]) for group in engine.optimizer.param_groups])
-        for group, rate in zip(one.optimizer.param_groups, rates[-1], strict=True):
+        for group, rate in zip(single.optimizer.param_groups, rates[-1], strict=True):
             group["lr"] = rate
         train(engine, range(step, step + 1))
-        one.step(reduced(step, 1))
-    wrong = differences(weights(engine), one.weights)
+        single.step(reduced(step, 1))
+    wrong = differences(weights(engine), single.weights)
     engine.destroy()
     return rates, wrong
 
 
 def warmed_up(config: dict[str, Any]) -> list[str]:
     """Train from rate 0 with rows of the embedding, one rank's part of it, that only the last step uses."""
-    engine, one = engine_for(config), OneProcess(torch.float32)
+    engine, single = engine_for(config), OneProcess(torch.float32)
     for step in range(STEPS):
-        for theirs, ours in zip(engine.optimizer.param_groups, one.optimizer.param_groups, strict=True):
-            ours["lr"] = float(theirs["lr"])
-        drawn, mean = given(step, 0, dist.get_rank()), reduced(step, 1)
+        for group, single_group in zip(engine.optimizer.param_groups, single.optimizer.param_groups, strict=True):
+            single_group["lr"] = float(group["lr"])
+        drawn, mean = gradients_of(step, 0, dist.get_rank()), reduced(step, 1)
         if step < STEPS - 1:
             for gradients in (drawn, mean):
                 gradients["embed.weight"][8:] = 0.0
         engine.backward(engine(drawn))
         engine.step()
-        one.step(mean)
-    wrong = differences(snapshot(engine), {**one.weights, **one.states})
+        single.step(mean)
+    wrong = differences(snapshot(engine), {**single.weights, **single.states})
     engine.destroy()
     return wrong
 
@@ -621,19 +625,19 @@ def warmed_up(config: dict[str, Any]) -> list[str]:
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
     """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
     with fp16_on_cpu():
-        engine, one = engine_for(config), OneProcess(torch.float16)
+        engine, single = engine_for(config), OneProcess(torch.float16)
         for step in range(STEPS):
-            drawn = given(step, 0, dist.get_rank())
+            drawn = gradients_of(step, 0, dist.get_rank())
             if step == spoiled and dist.get_rank() == 1:
                 drawn["up.weight"][3, 5] = torch.inf
             engine.backward(engine(drawn))
             engine.step()
             if step != spoiled:
-                one.step(reduced(step, 1))
-        wrong = differences(snapshot(engine), {**one.weights, **one.states})
-        found = wrong, engine.skipped_steps, float(engine.optimizer.loss_scale)
+                single.step(reduced(step, 1))
+        wrong = differences(snapshot(engine), {**single.weights, **single.states})
+        result = wrong, engine.skipped_steps, float(engine.optimizer.loss_scale)
         engine.destroy()
-    return found
+    return result
 
 
 def clipped(
@@ -643,15 +647,17 @@ def clipped(
     dtype = dtype_of(config)
     with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
         engine = engine_for(config, clip=clip)
-        one, told = OneProcess(dtype, engine.device), []
+        single, norm_pairs = OneProcess(dtype, engine.device), []
         for step in range(steps):
             train(engine, range(step, step + 1))
-            norms = one.step(reduced(step, 1), **clip)
-            found = engine.basic_optimizer.norms
-            told.append(tuple((float(n.total), float(n.muon), float(n.adamw), bool(n.skipped)) for n in (found, norms)))
-        wrong = differences(weights(engine), one.weights)
+            norms = single.step(reduced(step, 1), **clip)
+            engine_norms = engine.basic_optimizer.norms
+            norm_pairs.append(
+                tuple((float(n.total), float(n.muon), float(n.adamw), bool(n.skipped)) for n in (engine_norms, norms))
+            )
+        wrong = differences(weights(engine), single.weights)
         engine.destroy()
-    return wrong, told
+    return wrong, norm_pairs
 
 
 def moved_with_engine_clipping(limit: float) -> dict[float, float]:
@@ -669,20 +675,20 @@ def moved_with_engine_clipping(limit: float) -> dict[float, float]:
 
 def moved_at_scales(stage: int, scales: list[float]) -> list[Tensor]:
     """One of Muon's weights after a step, for gradients of several sizes."""
-    found = []
+    moved = []
     for scale in scales:
         engine = engine_for({"zero_optimization": {"stage": stage}})
-        drawn = {name: value * scale for name, value in given(0, 0, dist.get_rank()).items()}
+        drawn = {name: value * scale for name, value in gradients_of(0, 0, dist.get_rank()).items()}
         engine.backward(engine(drawn))
         engine.step()
-        found.append(weights(engine)["up.weight"])
+        moved.append(weights(engine)["up.weight"])
         engine.destroy()
-    return found
+    return moved
 
 
 def poisoned(stage: int) -> list[str]:
     """Fill all padding of weights, momenta and gradients with NaN; what differs from one process, clipping included."""
-    engine, one = (
+    engine, single = (
         engine_for({"zero_optimization": {"stage": stage}}, clip={"max_norm": 1.0, "policy": "all"}),
         OneProcess(torch.float32),
     )
@@ -711,8 +717,8 @@ def poisoned(stage: int) -> list[str]:
     optimizer.step = step
     train(engine, range(STEPS))
     for number in range(STEPS):
-        one.step(reduced(number, 1), max_norm=1.0, policy="all")
-    wrong = differences(weights(engine), one.weights)
+        single.step(reduced(number, 1), max_norm=1.0, policy="all")
+    wrong = differences(weights(engine), single.weights)
     engine.destroy()
     count = torch.tensor(sum(int(free.sum()) for free in padding.values()))
     dist.all_reduce(count)
@@ -725,16 +731,16 @@ def work_done(config: dict[str, Any]) -> dict[str, Any]:
     optimizer = engine.basic_optimizer
     train(engine, range(1))
     muons = [muon for muon in optimizer.muons if muon.param_groups[0]["algorithm"] == "muon"]
-    done = torch.tensor([muon.counts.orthogonalized for muon in muons])
-    dist.all_reduce(done)
+    orthogonalized = torch.tensor([muon.counts.orthogonalized for muon in muons])
+    dist.all_reduce(orthogonalized)
     cut = {
-        name: sorted(interval.first for some in layout.intervals for interval in some)[1:]
+        name: sorted(interval.first for intervals in layout.intervals for interval in intervals)[1:]
         for muon in muons
         for name, layout in layouts_in(muon).items()
     }
-    found = {"done": int(done.sum()), "cut": cut, "explained": str(optimizer.explain())}
+    report = {"done": int(orthogonalized.sum()), "cut": cut, "explained": str(optimizer.explain())}
     engine.destroy()
-    return found
+    return report
 
 
 def tampered(config: dict[str, Any], how: str) -> None:
@@ -767,9 +773,9 @@ def consolidated(config: dict[str, Any], folder: str) -> list[str]:
     engine, other = engine_for(config), engine_for(config)
     train(engine, range(2))
     engine.save_checkpoint(folder, tag="saved")
-    found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
+    gathered = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
     needed = weights(engine)
-    wrong = differences({name: found[name].float() for name in needed}, needed)
+    wrong = differences({name: gathered[name].float() for name in needed}, needed)
     other.load_checkpoint(folder, tag="saved")
     train(engine, range(2, 3))
     train(other, range(2, 3))
@@ -781,9 +787,9 @@ def consolidated(config: dict[str, Any], folder: str) -> list[str]:
 
 def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
     """Largest distances from the fp64 oracle: of the engine and of one process."""
-    engine, one = engine_for(config, compute_dtype=dtype), OneProcess(torch.float32, compute_dtype=dtype)
+    engine, single = engine_for(config, compute_dtype=dtype), OneProcess(torch.float32, compute_dtype=dtype)
     settings: dict[str, dict[str, Any]] = {}
-    for group in one.optimizer.param_groups:
+    for group in single.optimizer.param_groups:
         names, specs = group["param_names"], group.get("matrices") or [None] * len(group["params"])
         for name, spec in zip(names, specs, strict=True):
             shared = {"algorithm": group["algorithm"], "lr": group["lr"], "weight_decay": group["weight_decay"]}
@@ -793,15 +799,15 @@ def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
                 "coefficients": coefficient_schedule("polar_express", 5),
             }
             settings[name] = {**shared, **(muon if group["algorithm"] == "muon" else {})}
-    exact, state = {name: value.double() for name, value in one.weights.items()}, {}
+    exact, state = {name: value.double() for name, value in single.weights.items()}, {}
     train(engine, range(STEPS))
     for step in range(STEPS):
         gradients = {name: g for name, g in reduced(step, 1).items() if name in exact}
-        one.step(reduced(step, 1))
+        single.step(reduced(step, 1))
         exact, state = reference_step(exact, gradients, state, settings)
     far = tuple(
-        max(float((found[name].double() - exact[name]).abs().max()) for name in exact)
-        for found in (weights(engine), one.weights)
+        max(float((weight_set[name].double() - exact[name]).abs().max()) for name in exact)
+        for weight_set in (weights(engine), single.weights)
     )
     engine.destroy()
     return far
@@ -862,10 +868,10 @@ FUSED = {"fused.weight": {"matrices": ("rows", 16, 16)}}
 def norms_wrong(optimizer: Any, gradients: dict[str, Tensor]) -> list[str]:
     """Which norms are not those of all ranks' gradients, experts of other ranks included."""
     algorithms = {name: group["algorithm"] for group in optimizer.param_groups for name in group["parameters"]}
-    mine = {name: (algorithms[name], float(g.double().square().sum())) for name, g in gradients.items()}
+    squares_of = {name: (algorithms[name], float(g.double().square().sum())) for name, g in gradients.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    merged = {name: entry for found in everyone for name, entry in found.items()}
+    dist.all_gather_object(everyone, squares_of)
+    merged = {name: entry for entries in everyone for name, entry in entries.items()}
     wrong = []
     for half, norm in (("muon", optimizer.norms.muon), ("adamw", optimizer.norms.adamw)):
         needed = math.sqrt(math.fsum(squares for algorithm, squares in merged.values() if algorithm == half))
@@ -883,7 +889,7 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
     torch.manual_seed(0)
     size = config.get("tensor_parallel", {}).get("autotp_size", 1)
     model = Parallel() if kind == "autotp" else Experts(int(kind))
-    made = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     overrides = FUSED if kind == "autotp" else {}
     engine = engine_for(config, model, clip=math.inf, overrides=overrides, adamw={"lr": 0.01})  # measures only
     optimizer = engine.basic_optimizer
@@ -894,15 +900,17 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
 
     values = whole(lambda tensor: tensor.detach())
     local = {called: name for name, called in expert_names(engine.module).items()}
-    wrong = [f"made: {line}" for line in differences(values, {n: made[local.get(n, n)] for n in values})]
-    held = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    wrong = [f"made: {line}" for line in differences(values, {n: initial[local.get(n, n)] for n in values})]
+    twins = {name: nn.Parameter(value.clone()) for name, value in values.items()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        kept = {key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")}
-        kept |= {"name": str(number), "params": [held[name] for name in group["parameters"]]}
-        kept |= {"param_names": list(group["parameters"])}
-        groups.append(kept | ({"matrices": group["matrices"]} if group["algorithm"] == "muon" else {}))
-    one = mm.Muon(groups, process_group="local", compute_dtype=torch.float32)
+        settings = {
+            key: value for key, value in group.items() if key not in ("params", "parameters", "matrices", "moe")
+        }
+        settings |= {"name": str(number), "params": [twins[name] for name in group["parameters"]]}
+        settings |= {"param_names": list(group["parameters"])}
+        groups.append(settings | ({"matrices": group["matrices"]} if group["algorithm"] == "muon" else {}))
+    single = mm.Muon(groups, process_group="local", compute_dtype=torch.float32)
     honest, gradients = optimizer._run, {}
 
     def run(muon: mm.Muon) -> None:
@@ -917,10 +925,10 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
         engine.backward(engine(torch.randn(8, 12)))
         engine.step()
         wrong += norms_wrong(optimizer, gradients)
-        for name, parameter in held.items():
+        for name, parameter in twins.items():
             parameter.grad = gradients.pop(name)
-        one.step()
-    wrong += differences(whole(lambda tensor: tensor.detach()), {name: p.detach() for name, p in held.items()})
+        single.step()
+    wrong += differences(whole(lambda tensor: tensor.detach()), {name: p.detach() for name, p in twins.items()})
     if folder is not None:
         engine.save_checkpoint(folder, tag="saved")
 
@@ -931,16 +939,16 @@ def parallel(config: dict[str, Any], kind: str, folder: str | None = None) -> li
         for muon in optimizer.muons:
             first_of_state(muon.param_groups[0]["params"][0]).zero_()
         engine.load_checkpoint(folder, tag="saved")
-        found = whole(first_of_state)
-        wrong += [f"loaded: {line}" for line in differences(found, needed)]
+        loaded = whole(first_of_state)
+        wrong += [f"loaded: {line}" for line in differences(loaded, needed)]
     engine.destroy()
     return wrong
 
 
 def layouts_in(muon: mm.Muon) -> dict[str, mm.FlatShards]:
     """Where the parameters in a flat tensor lie, by name; empty at stage 0."""
-    held = {member.name: member.storage.layout for member in placed_members(muon)}
-    return {name: layout for name, layout in held.items() if isinstance(layout, mm.FlatShards)}
+    all_layouts = {member.name: member.storage.layout for member in placed_members(muon)}
+    return {name: layout for name, layout in all_layouts.items() if isinstance(layout, mm.FlatShards)}
 
 
 def entries_of(optimizer: EngineOptimizer) -> Iterator[tuple[mm.Muon, str, Tensor, str]]:
@@ -981,18 +989,18 @@ def gather(muon: mm.Muon, name: str, local: Tensor) -> Tensor:
 
 def held_experts(engine: Any) -> dict[str, Tensor]:
     """Weights and momenta of all ranks, whole, by names in which experts have their number among those of all ranks."""
-    found = {}
+    gathered = {}
     for muon, name, tensor, algorithm in entries_of(engine.basic_optimizer):
         state = engine.basic_optimizer.state[tensor]
         keys = ("momentum_buffer",) if algorithm == "muon" else ("exp_avg", "exp_avg_sq")
-        kept = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
-        for key, value in kept.items():
-            found[name + key] = gather(muon, name, value)
+        tensors = {"": tensor.detach(), **{f".{key}": state[key] for key in keys}}
+        for key, value in tensors.items():
+            gathered[name + key] = gather(muon, name, value)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    dist.all_gather_object(everyone, gathered)
     merged: dict[str, Tensor] = {}
-    for some in everyone:
-        for name, value in some.items():
+    for part in everyone:
+        for name, value in part.items():
             assert torch.equal(merged.setdefault(name, value), value), name
     return merged
 
@@ -1014,11 +1022,11 @@ def save_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[s
     engine = experts_engine(config, kind, 0)
     train_experts(engine, range(2))
     mm.checkpoint.save(folder, engine, engine)
-    then = held_experts(engine)
+    saved = held_experts(engine)
     train_experts(engine, range(2, 4))
-    found = then, held_experts(engine)
+    result = saved, held_experts(engine)
     engine.destroy()
-    return found
+    return result
 
 
 def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -1026,13 +1034,13 @@ def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[s
     engine = experts_engine(config, kind, 7)
     train_experts(engine, range(5, 6))
     mm.checkpoint.load(folder, engine, engine)
-    then = held_experts(engine)
+    loaded = held_experts(engine)
     computed = {name for name, p in engine.module.named_parameters() if not bool(p.isfinite().all())}
     assert not computed
     train_experts(engine, range(2, 4))
-    found = then, held_experts(engine)
+    result = loaded, held_experts(engine)
     engine.destroy()
-    return found
+    return result
 
 
 def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
@@ -1058,8 +1066,8 @@ def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
         model.get_submodule(key.rpartition(".")[0]).register_buffer(key.rpartition(".")[2], buffer)
     optimizer = mm.Muon(list(groups.values()), process_group="local", compute_dtype=torch.float32)
     mm.checkpoint.load(folder, model, optimizer)
-    found = dict(model.named_parameters())
+    tensors = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        found |= {f"{name}.{key}": state[key] for key in STATE if key in state}
-    return differences({name: value.detach() for name, value in found.items()}, needed)
+        tensors |= {f"{name}.{key}": state[key] for key in STATE if key in state}
+    return differences({name: value.detach() for name, value in tensors.items()}, needed)

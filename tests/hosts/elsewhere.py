@@ -21,11 +21,11 @@ Groups = list[dict[str, Any]]
 Hold = Callable[[Parameters, dict[str, Tensor], Groups], layouts.Held]
 
 
-def with_tensors(said: Groups, tensors: dict[str, Tensor]) -> Groups:
-    return [{**group, "params": [tensors[name] for name in group["param_names"]]} for group in said]
+def with_tensors(groups: Groups, tensors: dict[str, Tensor]) -> Groups:
+    return [{**group, "params": [tensors[name] for name in group["param_names"]]} for group in groups]
 
 
-def replicas(process_group: str, parameters: Parameters, values: dict[str, Tensor], said: Groups) -> layouts.Held:
+def replicas(process_group: str, parameters: Parameters, values: dict[str, Tensor], groups: Groups) -> layouts.Held:
     """Plain tensors that every rank has whole."""
     tensors: dict[str, Tensor] = {name: nn.Parameter(value.clone()) for name, value in values.items()}
 
@@ -37,26 +37,26 @@ def replicas(process_group: str, parameters: Parameters, values: dict[str, Tenso
         state = {f"{n}.{key}": value for n, p in tensors.items() for key, value in optimizer.state[p].items()}
         return layouts.gathered.whole({**tensors, **state})
 
-    return layouts.Held(with_tensors(said, tensors), {"process_group": process_group}, give, whole, tensors)
+    return layouts.Held(with_tensors(groups, tensors), {"process_group": process_group}, give, whole, tensors)
 
 
 def on_mesh(
     hold: Any,
     sizes: tuple[int, ...],
-    place: Callable[[int, int], Sequence[Placement]],
+    placements_at: Callable[[int, int], Sequence[Placement]],
     parameters: Parameters,
     values: dict[str, Tensor],
-    said: Groups,
+    groups: Groups,
 ) -> layouts.Held:
     """Placed by number and dims of a parameter."""
     numbers = {name: number for number, name in enumerate(parameters)}
 
     def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
-        return place(numbers[name], len(shape))
+        return placements_at(numbers[name], len(shape))
 
-    held: layouts.Held = hold(parameters, values, mesh_of(sizes), placements)
-    held.groups = with_tensors(said, held.tensors)
-    return held
+    layout: layouts.Held = hold(parameters, values, mesh_of(sizes), placements)
+    layout.groups = with_tensors(groups, layout.tensors)
+    return layout
 
 
 def by_turns(number: int, dims: int) -> Sequence[Placement]:
@@ -67,14 +67,14 @@ def over_tensor_parallel(number: int, dims: int) -> Sequence[Placement]:
     return [strided(0, 2), S(0)] if number % 2 else [S(0), S(dims - 1)]
 
 
-def flat(tensor_parallel: int, parameters: Parameters, values: dict[str, Tensor], said: Groups) -> layouts.Held:
+def flat(tensor_parallel: int, parameters: Parameters, values: dict[str, Tensor], split_groups: Groups) -> layouts.Held:
     """A buffer for each group."""
     parts: list[layouts.Held] = []
     groups, declared, tensors = list[dict[str, Any]](), dict[str, Any](), dict[str, Tensor]()
-    for group in said:
+    for group in split_groups:
         names, name = group["param_names"], group["name"]
-        own = {n: parameters[n] for n in names}, {n: values[n] for n in names}
-        part = layouts.flat(*own, tensor_parallel=tensor_parallel, seed=tensor_parallel)
+        members = {n: parameters[n] for n in names}, {n: values[n] for n in names}
+        part = layouts.flat(*members, tensor_parallel=tensor_parallel, seed=tensor_parallel)
         parts.append(part)
         (tensors[name],), (declared[name],) = part.tensors.values(), part.settings["layouts"].values()
         settings = {key: value for key, value in group.items() if key not in ("matrices", "reasons")}
@@ -90,8 +90,8 @@ def flat(tensor_parallel: int, parameters: Parameters, values: dict[str, Tensor]
     return layouts.Held(groups, {"layouts": declared}, give, whole, tensors)
 
 
-def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[int, int], Sequence[Placement]]) -> Hold:
-    return functools.partial(on_mesh, hold, sizes, place)
+def held_on(hold: Any, sizes: tuple[int, ...], placements_at: Callable[[int, int], Sequence[Placement]]) -> Hold:
+    return functools.partial(on_mesh, hold, sizes, placements_at)
 
 
 # name: (ranks, how it is held, what else the optimizer is told)
@@ -119,41 +119,41 @@ class Elsewhere:
         _, hold, settings = LAYOUTS[layout]
         self.model = ds.build()
         split = {key: ds.OPTIMIZER[key] for key in ("overrides", "adamw")}
-        said = mm.split_params(self.model, **split)
+        groups = mm.split_params(self.model, **split)
         parameters: Parameters = {}
-        for group in said:
+        for group in groups:
             specs = group.get("matrices") or ["adamw"] * len(group["params"])
             for name, spec in zip(group["param_names"], specs, strict=True):
                 parameters[name] = ds.SHAPES[name], spec or "whole"
-        known = ds.values()
-        self._held = hold(parameters, {name: known[name] for name in parameters}, said)
+        values = ds.values()
+        self._placed = hold(parameters, {name: values[name] for name in parameters}, groups)
         shared = {key: ds.OPTIMIZER[key] for key in ("lr", "momentum")}
         self.optimizer = mm.Muon(
-            self._held.groups, compute_dtype=torch.float32, **shared, **self._held.settings, **settings
+            self._placed.groups, compute_dtype=torch.float32, **shared, **self._placed.settings, **settings
         )
         self._names = list(parameters)
         for name in self._names:
-            module, _, own = name.rpartition(".")
-            if name in self._held.tensors:
-                setattr(self.model.get_submodule(module), own, self._held.tensors[name])
+            module, _, leaf = name.rpartition(".")
+            if name in self._placed.tensors:
+                setattr(self.model.get_submodule(module), leaf, self._placed.tensors[name])
             else:
-                delattr(self.model.get_submodule(module), own)
-        for name, tensor in self._held.tensors.items():
+                delattr(self.model.get_submodule(module), leaf)
+        for name, tensor in self._placed.tensors.items():
             if name not in self._names:  # a flat buffer
                 self.model.register_parameter(name.replace(".", "_"), tensor)  # type: ignore[arg-type]
 
     def train(self, steps: range) -> None:
         for step in steps:
             gradients = ds.reduced(step, 1, sources=2)
-            self._held.give({name: gradients[name] for name in self._names})
+            self._placed.give({name: gradients[name] for name in self._names})
             self.optimizer.step()
 
-    def found(self) -> dict[str, Tensor]:
-        whole = self._held.whole(self.optimizer)
-        found = {name: whole[name].detach() for name in self._names}
+    def tensors(self) -> dict[str, Tensor]:
+        whole = self._placed.whole(self.optimizer)
+        tensors = {name: whole[name].detach() for name in self._names}
         for name in self._names:
-            found |= {f"{name}.{key}": whole[f"{name}.{key}"] for key in ds.STATE if f"{name}.{key}" in whole}
-        return found
+            tensors |= {f"{name}.{key}": whole[f"{name}.{key}"] for key in ds.STATE if f"{name}.{key}" in whole}
+        return tensors
 
 
 def save(layout: str, folder: str) -> None:
@@ -169,4 +169,4 @@ def load(layout: str, folder: str) -> dict[str, Tensor]:
     case.train(range(1, 2))
     mm.checkpoint.load(folder, case.model, case.optimizer)
     case.train(range(ds.STEPS // 2, ds.STEPS))
-    return case.found()
+    return case.tensors()

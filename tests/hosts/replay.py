@@ -54,9 +54,9 @@ def replayed(model: nn.Module, steps: Sequence[Given], **settings: Any) -> dict[
     return weights(model)
 
 
-def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+def different(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Return the names under which two sets of weights are not the same bits."""
-    return [name for name in {**one, **other} if name not in one or not torch.equal(one[name], other[name])]
+    return [name for name in {**first, **second} if name not in first or not torch.equal(first[name], second[name])]
 
 
 def strengths(before: Mapping[str, Tensor], after: Mapping[str, Tensor], rate: float) -> dict[str, float]:

@@ -62,7 +62,7 @@ def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, 
         if resume:
             accelerator.load_state(folder)
             loader = accelerator.skip_first_batches(loader, 4)
-        given, seen, losses = list[Given](), [], list[float]()
+        inputs, snapshots, losses = list[Given](), [], list[float]()
         for step, batch in enumerate(loader, start=5 if resume else 1):
             if step > BATCHES:
                 break
@@ -71,9 +71,9 @@ def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, 
                 losses.append(loss.item())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and not deepspeed:
-                    seen.append(weights(model))
+                    snapshots.append(weights(model))
                     accelerator.clip_grad_norm_(model.parameters(), 1e-6 if micro == 2 else 1e6)
-                    given.append(Given.to(optimizer))
+                    inputs.append(Given.to(optimizer))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -90,8 +90,8 @@ def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, 
         return {
             "type": accelerator.distributed_type,
             "placements": {str(getattr(p, "placements", None)) for p in model.parameters()},
-            "given": given,
-            "weights": [*seen, final],
+            "given": inputs,
+            "weights": [*snapshots, final],
             "losses": losses,
             "skipped": accelerator.optimizer_step_was_skipped,
         }
@@ -102,48 +102,48 @@ def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     """DDP's weights and losses; the other ways of holding the same parameters are compared with them."""
 
     @cache
-    def found(micro: int) -> dict[str, Any]:
+    def result_of(micro: int) -> dict[str, Any]:
         folder = str(tmp_path_factory.mktemp("ddp"))
         return workers(2).run(train, "ddp", folder, micro, timeout=90.0)[0]
 
-    return found
+    return result_of
 
 
 def test_ddp_is_a_plain_loop(ddp: Callable[[int], dict[str, Any]]) -> None:
-    found = ddp(2)
-    assert found["type"] == DistributedType.MULTI_CPU
-    assert len(found["given"]) == BATCHES // 2
-    assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+    result = ddp(2)
+    assert result["type"] == DistributedType.MULTI_CPU
+    assert len(result["given"]) == BATCHES // 2
+    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
 
 
 # DeepSpeed sums micro-batches in another order, so it is given one a step.
 @pytest.mark.parametrize(("how", "micro"), [("fsdp2", 2), ("zero2", 1), ("zero3", 1)])
 def test_other_ways_are_ddp(workers: Any, ddp: Any, tmp_path: Path, how: str, micro: int) -> None:
     expected = ddp(micro)
-    found = workers(2).run(train, how, str(tmp_path), micro, timeout=90.0)[0]
-    assert found["type"] == (DistributedType.FSDP if how == "fsdp2" else DistributedType.DEEPSPEED)
+    result = workers(2).run(train, how, str(tmp_path), micro, timeout=90.0)[0]
+    assert result["type"] == (DistributedType.FSDP if how == "fsdp2" else DistributedType.DEEPSPEED)
     if how != "zero2":  # FSDP2's norm, by which it clips, and ZeRO-3's backward round otherwise: other gradients
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     else:
-        assert found["losses"] == expected["losses"]
-        assert different(found["weights"][-1], expected["weights"][-1]) == []
+        assert result["losses"] == expected["losses"]
+        assert different(result["weights"][-1], expected["weights"][-1]) == []
     if how == "fsdp2":
-        assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+        assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
     resumed = workers(2).run(train, how, str(tmp_path), micro, resume=True, timeout=90.0)[0]
-    assert resumed["losses"] == found["losses"][BATCHES // 2 :]
-    assert different(resumed["weights"][-1], found["weights"][-1]) == []
+    assert resumed["losses"] == result["losses"][BATCHES // 2 :]
+    assert different(resumed["weights"][-1], result["weights"][-1]) == []
 
 
 def test_tensor_parallelism_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
-    found = workers(2).run(train, "tp", str(tmp_path), 2, timeout=90.0)[0]
-    assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+    result = workers(2).run(train, "tp", str(tmp_path), 2, timeout=90.0)[0]
+    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
 
 
 def test_hsdp_on_four_ranks_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
-    found = workers(4).run(train, "hsdp", str(tmp_path), 2, timeout=120.0)[0]
-    assert {placed.replace("_S", "S") for placed in found["placements"]} == {"(Replicate(), Shard(dim=0))"}
-    assert len(found["given"]) == BATCHES // 2
-    assert different(found["weights"][-1], replayed(llama(), found["given"], **SETTINGS)) == []
+    result = workers(4).run(train, "hsdp", str(tmp_path), 2, timeout=120.0)[0]
+    assert {placed.replace("_S", "S") for placed in result["placements"]} == {"(Replicate(), Shard(dim=0))"}
+    assert len(result["given"]) == BATCHES // 2
+    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
     resumed = workers(4).run(train, "hsdp", str(tmp_path), 2, resume=True, timeout=120.0)[0]
-    assert resumed["losses"] == found["losses"][BATCHES // 2 :]
-    assert different(resumed["weights"][-1], found["weights"][-1]) == []
+    assert resumed["losses"] == result["losses"][BATCHES // 2 :]
+    assert different(resumed["weights"][-1], result["weights"][-1]) == []

@@ -43,9 +43,9 @@ def test_it_has_nothing_by_which_hosts_know_other_optimizers() -> None:
     assert [name for name in foreign if hasattr(optimizer, name)] == []
     assert not {"betas", "fused", "foreach", "capturable"} & optimizer.defaults.keys()
     with launched():
-        held = Accelerator(cpu=True).prepare(optimizer)
-        held.train()  # as the Trainer calls it before each step
-        held.eval()
+        wrapped = Accelerator(cpu=True).prepare(optimizer)
+        wrapped.train()  # as the Trainer calls it before each step
+        wrapped.eval()
     assert optimizer.state == {}
 
 
@@ -60,14 +60,14 @@ def replaced_optimizer() -> str:
         config = {"train_micro_batch_size_per_gpu": 2, "zero_force_ds_cpu_optimizer": True}
         config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-        with pytest.raises(ValueError, match="zero_force_ds_cpu_optimizer") as told:
+        with pytest.raises(ValueError, match="zero_force_ds_cpu_optimizer") as caught:
             from_model(accelerator, llama(), **SETTINGS)
-        return str(told.value)
+        return str(caught.value)
 
 
 def test_accelerate_may_not_put_deepspeeds_adam_in_its_place(workers: Any) -> None:
-    for told in workers(2).run(replaced_optimizer, timeout=90.0):
-        assert told.startswith("config: found zero_force_ds_cpu_optimizer=True; needed False"), told
+    for message in workers(2).run(replaced_optimizer, timeout=90.0):
+        assert message.startswith("config: found zero_force_ds_cpu_optimizer=True; needed False"), message
 
 
 # ------------------------------------------------------------------ a step that says it can unscale
@@ -109,13 +109,13 @@ def test_lora_plus_gives_its_halves_their_rates() -> None:
     model = adapters()
     before = weights(model)
     twin = copy.deepcopy(model)
-    ours = create_loraplus_optimizer(model, mm.Muon, loraplus_lr_ratio=4, **SETTINGS)
+    derived = create_loraplus_optimizer(model, mm.Muon, loraplus_lr_ratio=4, **SETTINGS)
     trained = [(name, p) for name, p in twin.named_parameters() if p.requires_grad]
     halves = [[pair for pair in trained if part in pair[0]] for part in ("lora_A", "lora_B")]
     groups = [{"params": half, "lr": lr} for half, lr in zip(halves, (0.02, 0.08), strict=True)]
     plain = mm.Muon(groups, weight_decay=0.0, **SETTINGS)
-    for each, optimizer in ((model, ours), (twin, plain)):
-        loss_of_model(each).backward()
+    for adapted, optimizer in ((model, derived), (twin, plain)):
+        loss_of_model(adapted).backward()
         optimizer.step()
     assert different(weights(model), weights(twin)) == []
     assert sorted(different(weights(model), before)) == sorted(name for name, _ in trained)
@@ -124,13 +124,13 @@ def test_lora_plus_gives_its_halves_their_rates() -> None:
 def test_gradients_that_a_derived_class_preconditions_are_orthogonalized_once() -> None:
     model = adapters()
     twin = copy.deepcopy(model)
-    ours = create_riemannian_optimizer(model, mm.Muon, **SETTINGS)
+    derived = create_riemannian_optimizer(model, mm.Muon, **SETTINGS)
     before_it = create_riemannian_optimizer(twin, torch.optim.SGD, lr=0.0)
     plain = mm.Muon([p for p in twin.parameters() if p.requires_grad], **SETTINGS)
     loss_of_model(model).backward()
-    ours.step()
+    derived.step()
     loss_of_model(twin).backward()
     before_it.step()
     plain.step()
-    assert ours.counts.orthogonalized == plain.counts.orthogonalized == 8
+    assert derived.counts.orthogonalized == plain.counts.orthogonalized == 8
     assert different(weights(model), weights(twin)) == []

@@ -263,8 +263,8 @@ def test_groups_with_settings_of_their_own(pools: dict[int, Pool], stage: int) -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_near_the_oracle(pools: dict[int, Pool], stage: int, dtype: torch.dtype) -> None:
-    engine, one = pools[2].run(ds.oracle, zero(stage), dtype)[0]
-    assert engine <= 2 * one
+    engine, single = pools[2].run(ds.oracle, zero(stage), dtype)[0]
+    assert engine <= 2 * single
     assert engine < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -281,22 +281,22 @@ def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_matrices_that_straddle_ranks_are_orthogonalized_once(pools: dict[int, Pool], stage: int) -> None:
-    told = pools[2].run(ds.work_done, zero(stage) | {"gradient_accumulation_steps": 2})[0]
-    inside = {name: [at % ds.SHAPES[name][1] for at in places] for name, places in told["cut"].items()}
+    report = pools[2].run(ds.work_done, zero(stage) | {"gradient_accumulation_steps": 2})[0]
+    inside = {name: [at % ds.SHAPES[name][1] for at in places] for name, places in report["cut"].items()}
     assert any(at for places in inside.values() for at in places), "no matrix is cut within a row"
-    assert told["done"] == 6  # three of qkv, up, down, lone; idle has no gradient
+    assert report["done"] == 6  # three of qkv, up, down, lone; idle has no gradient
 
 
 def test_explain_is_one_table_of_all_parameters(pools: dict[int, Pool]) -> None:
-    told = pools[2].run(ds.work_done, zero(2))[0]["explained"]
-    assert "qkv.weight" in told
-    assert "norm.weight" in told
-    assert len(re.findall("^parameter ", told, re.MULTILINE)) == 1
-    assert re.findall(r"^rank (\d+) of (\d+): \d of 6 orthogonalizations.*\(imbalance 1\.", told, re.MULTILINE) == [
-        ("0", "2")
-    ]
-    assert "flat×1  " in told
-    assert "override 'qkv.weight'" in told
+    explanation = pools[2].run(ds.work_done, zero(2))[0]["explained"]
+    assert "qkv.weight" in explanation
+    assert "norm.weight" in explanation
+    assert len(re.findall("^parameter ", explanation, re.MULTILINE)) == 1
+    assert re.findall(
+        r"^rank (\d+) of (\d+): \d of 6 orthogonalizations.*\(imbalance 1\.", explanation, re.MULTILINE
+    ) == [("0", "2")]
+    assert "flat×1  " in explanation
+    assert "override 'qkv.weight'" in explanation
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -323,7 +323,7 @@ def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
     config = zero(stage) | {"scheduler": {"type": name, "params": params}}
     rates, wrong = pools[2].run(ds.scheduled, config)[0]
     assert wrong == []
-    assert len({some[0] for some in rates}) > 2, "the schedule does not move"
+    assert len({step_rates[0] for step_rates in rates}) > 2, "the schedule does not move"
     for muon, *adamw in rates:
         assert adamw == pytest.approx([muon / 2] * len(adamw))
 
@@ -366,28 +366,28 @@ def test_the_update_has_no_scale(pools: dict[int, Pool], stage: int) -> None:
 def test_clipping_is_by_the_norm_of_the_whole_model(
     pools: dict[int, Pool], config: dict[str, Any], policy: str
 ) -> None:
-    wrong, told = pools[2].run(ds.clipped, config, {"max_norm": 2.0, "policy": policy})[0]
+    wrong, norms = pools[2].run(ds.clipped, config, {"max_norm": 2.0, "policy": policy})[0]
     assert wrong == []
-    for engine, one in told:
-        assert engine == pytest.approx(one)
+    for engine, single in norms:
+        assert engine == pytest.approx(single)
 
 
 def test_a_norm_above_the_limit_skips_the_step(pools: dict[int, Pool]) -> None:
-    wrong, told = pools[2].run(ds.clipped, zero(2), {"max_norm": 2.0, "skip_above": 40.0})[0]
+    wrong, norms = pools[2].run(ds.clipped, zero(2), {"max_norm": 2.0, "skip_above": 40.0})[0]
     assert wrong == []
-    assert [engine[3] for engine, _ in told] == [one[3] for _, one in told]
-    assert {engine[3] for engine, _ in told} == {True, False}
+    assert [engine[3] for engine, _ in norms] == [single[3] for _, single in norms]
+    assert {engine[3] for engine, _ in norms} == {True, False}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_norm_above_a_multiple_of_its_mean_skips_the_step(pools: dict[int, Pool], stage: int) -> None:
     """After ten steps, those above the mean."""
     clip = {"max_norm": 0.5, "policy": "separate", "skip_above": "1x"}
-    wrong, told = pools[2].run(ds.clipped, zero(stage), clip, steps=15)[0]
+    wrong, norms = pools[2].run(ds.clipped, zero(stage), clip, steps=15)[0]
     assert wrong == []
-    assert [engine[3] for engine, _ in told] == [one[3] for _, one in told]
-    assert not any(engine[3] for engine, _ in told[:10])
-    assert {engine[3] for engine, _ in told[10:]} == {True, False}
+    assert [engine[3] for engine, _ in norms] == [single[3] for _, single in norms]
+    assert not any(engine[3] for engine, _ in norms[:10])
+    assert {engine[3] for engine, _ in norms[10:]} == {True, False}
 
 
 def test_the_engines_own_clipping_does_not_stall_muon(pools: dict[int, Pool]) -> None:
@@ -433,8 +433,8 @@ def test_experts_go_to_any_number_of_ranks(
     folder = str(tmp_path / "checkpoint")
     saved, later = peers[world].run(ds.save_experts, zero(stage), kind, folder)[0]
     assert sum("deepspeed_experts" in name and name.rpartition(".")[2] not in ds.STATE for name in saved) == 8
-    for found, trained in peers[others].run(ds.load_experts, zero(other_stage), other_kind, folder):
-        assert ds.differences(found, saved) == []
+    for loaded, trained in peers[others].run(ds.load_experts, zero(other_stage), other_kind, folder):
+        assert ds.differences(loaded, saved) == []
         assert before != after or ds.differences(trained, later) == []
     assert peers[world].run(ds.load_without_deepspeed, folder, saved) == [[]] * world
 
@@ -490,8 +490,8 @@ def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, na
     config, others = ACROSS[name]
     needed = pools[2].run(ds.save, config, str(tmp_path))[0]
     for how, world, other in others:
-        found = pools[world].run(ds.resume, other, str(tmp_path), how)[0]
-        assert (how, ds.differences(found, needed)) == (how, [])
+        resumed = pools[world].run(ds.resume, other, str(tmp_path), how)[0]
+        assert (how, ds.differences(resumed, needed)) == (how, [])
     assert needed["norm means"][1].tolist() == [ds.STEPS] * 3
 
 
@@ -499,11 +499,11 @@ def test_training_resumes_bit_for_bit(pools: dict[int, Pool], tmp_path: Path, na
 def test_another_rule_resumes_too(pools: dict[int, Pool], tmp_path: Path, rule: str, name: str) -> None:
     """Bit for bit."""
     config, others = ACROSS[name]
-    given = {"rule": rule, "muon": RULES[rule] | {"lr": 0.02}}
-    needed = pools[2].run(ds.save, config, str(tmp_path), **given)[0]
+    settings = {"rule": rule, "muon": RULES[rule] | {"lr": 0.02}}
+    needed = pools[2].run(ds.save, config, str(tmp_path), **settings)[0]
     for how, world, other in others:
-        found = pools[world].run(ds.resume, other, str(tmp_path), how, **given)[0]
-        assert (how, ds.differences(found, needed)) == (how, [])
+        resumed = pools[world].run(ds.resume, other, str(tmp_path), how, **settings)[0]
+        assert (how, ds.differences(resumed, needed)) == (how, [])
 
 
 # Between FSDP2 (None) and the stages of ZeRO, on two ranks and on four.
@@ -530,9 +530,9 @@ def test_any_layout_loads_what_any_stage_saved(pools: dict[int, Pool], tmp_path:
     (ranks, config), (others, other) = ANYWHERE[before], ANYWHERE[after]
     pools[ranks].run(ds.save_anywhere, config, str(tmp_path / "checkpoint"))
     expected = pools[others].run(ds.uninterrupted)[0]
-    for found in pools[others].run(ds.load_anywhere, other, str(tmp_path / "checkpoint")):
-        assert ds.differences(found, {name: expected[name] for name in found}) == []
-        assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
+    for loaded in pools[others].run(ds.load_anywhere, other, str(tmp_path / "checkpoint")):
+        assert ds.differences(loaded, {name: expected[name] for name in loaded}) == []
+        assert loaded.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
 
 
 # Stages that meet every other layout, in both directions. One process is this one.
@@ -556,14 +556,14 @@ def test_every_other_layout_and_any_stage(pools: dict[int, Pool], tmp_path: Path
     path = str(tmp_path / "checkpoint")
     if before in STAGES:
         run(STAGES[before][0], ds.save_anywhere, STAGES[before][1], path)
-        some = run(elsewhere.LAYOUTS[after][0], elsewhere.load, after, path)
+        results = run(elsewhere.LAYOUTS[after][0], elsewhere.load, after, path)
     else:
         run(elsewhere.LAYOUTS[before][0], elsewhere.save, before, path)
-        some = run(STAGES[after][0], ds.load_anywhere, STAGES[after][1], path)
+        results = run(STAGES[after][0], ds.load_anywhere, STAGES[after][1], path)
     expected = ds.uninterrupted()
-    for found in some:
-        assert ds.differences(found, {name: expected[name] for name in found}) == []
-        assert found.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
+    for loaded in results:
+        assert ds.differences(loaded, {name: expected[name] for name in loaded}) == []
+        assert loaded.keys() == expected.keys() or after.startswith("zero 0")  # whose state DeepSpeed does not show
 
 
 def test_state_of_other_groups_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
@@ -593,10 +593,10 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
     for name, config in kinds.items():
         pools[2].run(ds.save_only, config, str(tmp_path / name))
 
-    def refused(saved: str, config: dict[str, Any], told: str, world: int = 2, **how: Any) -> None:
+    def refused(saved: str, config: dict[str, Any], message: str, world: int = 2, **how: Any) -> None:
         for outcome in pools[world].run_expecting_errors(ds.load_only, config, str(tmp_path / saved), **how):
             assert outcome.error is FileError, outcome
-            assert told in outcome.message
+            assert message in outcome.message
 
     refused("0", zero(1), "found a checkpoint without zero_pp_rank_")
     refused("1", zero(0), "found a checkpoint with zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -616,12 +616,12 @@ def saves_where_a_rank_may_not(folder: str, stage: int, limited: int) -> tuple[s
     engine.save_checkpoint(folder, tag="first")
     ds.train(engine, range(1, 2))
     limit = files_of_at_most(500, deadly=False) if dist.get_rank() == limited else contextlib.nullcontext()
-    with limit, pytest.raises(FileError) as told:
+    with limit, pytest.raises(FileError) as caught:
         engine.save_checkpoint(folder, tag="second")
     latest = Path(folder, "latest").read_text()
     loaded, _ = engine.load_checkpoint(folder)
     engine.save_checkpoint(folder, tag="third")
-    return str(told.value), latest, Path(loaded).parent.name
+    return str(caught.value), latest, Path(loaded).parent.name
 
 
 @pytest.mark.parametrize(("stage", "limited"), [(0, 0), (1, 0), (1, 1), (3, 1)])
@@ -629,11 +629,11 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(
     pools: dict[int, Pool], tmp_path: Path, stage: int, limited: int
 ) -> None:
     """DeepSpeed raised on that rank alone, and the others waited for it in a barrier."""
-    found = pools[2].run(saves_where_a_rank_may_not, str(tmp_path), stage, limited)
-    assert found == [found[0]] * 2
-    told, latest, loaded = found[0]
-    assert told.startswith(f"{tmp_path}/"), told
-    assert told.endswith(": could not be written: File too large. Free some space there, then save again"), told
+    results = pools[2].run(saves_where_a_rank_may_not, str(tmp_path), stage, limited)
+    assert results == [results[0]] * 2
+    message, latest, loaded = results[0]
+    assert message.startswith(f"{tmp_path}/"), message
+    assert message.endswith(": could not be written: File too large. Free some space there, then save again"), message
     assert latest == loaded == "first"
     assert (tmp_path / "latest").read_text() == "third"
 
@@ -746,8 +746,8 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("muonmesh.integrations.deepspeed.config.log_dist", lambda message, **_: said.append(message))
+    lines: list[str] = []
+    monkeypatch.setattr("muonmesh.integrations.deepspeed.config.log_dist", lambda message, **_: lines.append(message))
     config: dict[str, Any] = zero(2, offload_optimizer=CPU)
     prepared = prepare_config(read_config(config), has_experts=False)
     assert config == zero(2, offload_optimizer=CPU)
@@ -757,7 +757,7 @@ def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.Monkey
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,
     }
-    (line,) = said
+    (line,) = lines
     for key in (
         '"zero_allow_untested_optimizer": true',
         '"zero_force_ds_cpu_optimizer": false',

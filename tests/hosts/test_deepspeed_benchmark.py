@@ -58,8 +58,8 @@ def test_all_engines_make_the_same_update(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_refusal_is_a_result(tmp_path: Path) -> None:
-    asked = ("--stages", "3", "--reduce-scatter", "--contenders", "gram")
-    figures, printed = measured(tmp_path / "deepspeed.json", *asked)
+    options = ("--stages", "3", "--reduce-scatter", "--contenders", "gram")
+    figures, printed = measured(tmp_path / "deepspeed.json", *options)
     assert list(figures) == ["SGD", "muonmesh", "DeepSpeed gram"]
     refused = figures["DeepSpeed gram"]
     assert refused["problem"] == "ValueError: Muon and reduce scatter cannot be used together"

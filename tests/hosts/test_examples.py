@@ -25,9 +25,9 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("name", "said"), SAID)
+@pytest.mark.parametrize(("name", "words"), SAID)
 def test_a_script_trains(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60
@@ -35,7 +35,7 @@ def test_a_script_trains(
     with launched():
         runpy.run_path(str(script), run_name="__main__")
     logged = "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))  # Lightning's
-    assert said in capsys.readouterr().out + logged
+    assert words in capsys.readouterr().out + logged
 
 
 TWO = {
@@ -51,11 +51,11 @@ def test_a_script_that_says_two_processes_runs_two(name: str, tmp_path: Path) ->
     """As its first lines say."""
     script = EXAMPLES / f"{name}.py"
     assert len(script.read_text().splitlines()) <= 60
-    said, left = TWO[name]
+    words, output = TWO[name]
     assert f"torchrun --nproc-per-node 2 examples/{name}.py" in script.read_text()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
+    run = subprocess.run(
         [*command, "--rdzv-endpoint", "127.0.0.1:0", str(script)],
         cwd=tmp_path,
         env=environment,
@@ -63,25 +63,25 @@ def test_a_script_that_says_two_processes_runs_two(name: str, tmp_path: Path) ->
         text=True,
         timeout=300,
     )
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert said in found.stdout + found.stderr
-    assert (tmp_path / left).exists()
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert words in run.stdout + run.stderr
+    assert (tmp_path / output).exists()
 
 
 def assets(folder: Path) -> None:
     """Write a tokenizer and a text where torchtitan's debug Llama looks for them: Python's own source, nothing else."""
     texts = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py"))]
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = pre_tokenizers.ByteLevel.alphabet()
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=list(special.values()), initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     for name in ("tokenizer", "c4_test"):
         (folder / "tests/assets" / name).mkdir(parents=True)
-    made.save(str(folder / "tests/assets/tokenizer/tokenizer.json"))
+    tokenizer.save(str(folder / "tests/assets/tokenizer/tokenizer.json"))
     (folder / "tests/assets/tokenizer/tokenizer_config.json").write_text(json.dumps(special))
     (folder / "tests/assets/c4_test/text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 
@@ -101,22 +101,22 @@ def titan(folder: Path, ranks: int, run: str, *arguments: str) -> str:
     if ranks > 1:
         launch = f"-m torch.distributed.run --nproc-per-node {ranks} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"
         command, world = [sys.executable, *launch.split(), "--no-python", sys.executable, *start], {}
-    found = subprocess.run(
+    result = subprocess.run(
         command, cwd=folder, env=environment | world, capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]
-    return found.stdout + found.stderr
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    return result.stdout + result.stderr
 
 
 def test_torchtitan_s_command_line_and_the_script_for_it(tmp_path: Path) -> None:
     """Two ranks train and save as docs/hosts.md says, and the script does in one process."""
     assets(tmp_path)
-    here = "muonmesh.integrations.torchtitan"
-    overrides = ["--override.imports", f'{here}.muon={{"lr": 8e-4, "weight_decay": 0.1}}', f"{here}.metrics"]
+    module = "muonmesh.integrations.torchtitan"
+    overrides = ["--override.imports", f'{module}.muon={{"lr": 8e-4, "weight_decay": 0.1}}', f"{module}.metrics"]
     run = "runpy.run_module('torchtitan.train', run_name='__main__')"
-    told = titan(tmp_path, 2, run, "--training.steps", "2", *overrides)
-    assert "Loading tokenizer from tokenizer.json" in told
-    assert "Applying FSDP" in told or "Applied FSDP" in told
+    printed = titan(tmp_path, 2, run, "--training.steps", "2", *overrides)
+    assert "Loading tokenizer from tokenizer.json" in printed
+    assert "Applying FSDP" in printed or "Applied FSDP" in printed
     script = EXAMPLES / "torchtitan_muon.py"
     assert len(script.read_text().splitlines()) <= 60
     run = f"runpy.run_path({str(script)!r}, run_name='__main__')"

@@ -51,7 +51,7 @@ class Model(MuonModule):
         super().__init__()
         self.model = llama()
         self.how = how
-        self.given: list[Given] = []
+        self.inputs: list[Given] = []
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -72,7 +72,7 @@ class Model(MuonModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **settings: Any) -> None:
         super().configure_gradient_clipping(optimizer, *args, **settings)
-        self.given.append(Given.to(optimizer))
+        self.inputs.append(Given.to(optimizer))
 
 
 def train(folder: Path, how: str = "", resume: str | None = None, **more: Any) -> tuple[Model, lightning.Trainer]:
@@ -116,8 +116,8 @@ class Skipping(Model):
 
 class SkippingByEpoch(Skipping):
     def configure_optimizers(self) -> Any:
-        found = super().configure_optimizers()
-        return {**found, "lr_scheduler": {**found["lr_scheduler"], "interval": "epoch"}}
+        configured = super().configure_optimizers()
+        return {**configured, "lr_scheduler": {**configured["lr_scheduler"], "interval": "epoch"}}
 
 
 @pytest.mark.parametrize(("module", "moved"), [(Model, 6), (Skipping, 4), (SkippingByEpoch, 2)])
@@ -136,7 +136,7 @@ def rows(folder: Path, version: str) -> list[dict[str, str]]:
     return [merged[step] for step in sorted(merged, key=int)]
 
 
-def both(folder: Path, how: str) -> dict[str, Any]:
+def trained_twice(folder: Path, how: str) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched(**LAUNCHED):
         before = weights(Model())
@@ -144,38 +144,38 @@ def both(folder: Path, how: str) -> dict[str, Any]:
         after = weights(module)
         second = train(folder, how, resume=str(folder / "kept" / "step=3.ckpt"))[0]
         rank = trainer.global_rank
-    first = replayed(Model(), module.given[:1], **SETTINGS)
+    first = replayed(Model(), module.inputs[:1], **SETTINGS)
     return {
-        "plain loop": different(after, replayed(Model(), module.given, **SETTINGS)),
+        "plain loop": different(after, replayed(Model(), module.inputs, **SETTINGS)),
         "resumed": different(after, weights(second)),
         "losses": (module.losses[3:], second.losses),
-        "weakest": min(v for n, v in strengths(before, first, module.given[0].rates["muon"]).items() if "proj" in n),
+        "weakest": min(v for n, v in strengths(before, first, module.inputs[0].rates["muon"]).items() if "proj" in n),
         "rows": rows(folder, "whole") if rank == 0 else None,
     }
 
 
-def check(found: dict[str, Any]) -> None:
-    assert found["plain loop"] == []
-    assert found["resumed"] == []
-    assert found["losses"][0] == found["losses"][1]
-    assert len(found["losses"][1]) == STEPS - 3
-    assert found["weakest"] > 0.1  # of AdamW's RMS: a norm of 1e-6 stalls nothing
-    if found["rows"] is not None:
-        rates = [float(row["lr-Muon/muon"]) for row in found["rows"]]
+def check(result: dict[str, Any]) -> None:
+    assert result["plain loop"] == []
+    assert result["resumed"] == []
+    assert result["losses"][0] == result["losses"][1]
+    assert len(result["losses"][1]) == STEPS - 3
+    assert result["weakest"] > 0.1  # of AdamW's RMS: a norm of 1e-6 stalls nothing
+    if result["rows"] is not None:
+        rates = [float(row["lr-Muon/muon"]) for row in result["rows"]]
         assert rates == pytest.approx([SETTINGS["lr"] * (1 + 2 * step / STEPS) / 3 for step in range(STEPS)])
-        for row in found["rows"]:
+        for row in result["rows"]:
             assert float(row["muon/muon/update_to_weight"]) > 0
             assert math.isfinite(float(row["muon/adamw.embeddings/gradient_rms"]))
 
 
 def test_a_trainer_in_one_process(tmp_path: Path) -> None:
-    check(both(tmp_path, ""))
+    check(trained_twice(tmp_path, ""))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
 def test_a_trainer_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
-    for found in workers(2).run(both, tmp_path, how, timeout=300):
-        check(found)
+    for result in workers(2).run(trained_twice, tmp_path, how, timeout=300):
+        check(result)
 
 
 class Measured(Model):
@@ -251,8 +251,8 @@ class Unfreezing(BaseFinetuning):
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            held = [module.model.model.embed_tokens, module.model.model.layers[1]]
-            self.unfreeze_and_add_param_group(held, optimizer)
+            unfrozen = [module.model.model.embed_tokens, module.model.model.layers[1]]
+            self.unfreeze_and_add_param_group(unfrozen, optimizer)
 
 
 def test_modules_that_are_unfrozen_without_an_algorithm_are_refused(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
         fabric = lightning.Fabric(accelerator="cpu", devices=2 if how else 1, strategy=strategy)
         fabric.launch()
 
-        def made() -> tuple[Any, Any]:
+        def build() -> tuple[Any, Any]:
             model = fabric.setup_module(llama(), move_to_device=False)
             return model, fabric.setup_optimizers(from_model(fabric, model, **SETTINGS))
 
@@ -289,27 +289,27 @@ def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
             loss = model(input_ids=tokens, labels=tokens).loss
             fabric.backward(loss)
             optimizer.clip_grad_norm_(1e-6)
-            given.append(Given.to(optimizer))
+            inputs.append(Given.to(optimizer))
             optimizer.step()
             return float(loss.detach())
 
-        given: list[Given] = []
-        model, optimizer = made()
+        inputs: list[Given] = []
+        model, optimizer = build()
         optimizer.metrics()
         losses = [step(model, optimizer, number) for number in range(3)]
         fabric.save(folder / "fabric", {"model": model, "optimizer": optimizer})
         losses += [step(model, optimizer, number) for number in range(3, 6)]
         figures = optimizer.metrics()
         after = weights(model)
-        second, other = made()
+        second, other = build()
         fabric.load(folder / "fabric", {"model": second, "optimizer": other}, weights_only=False)
-        seen, given = given, []
+        first_inputs, inputs = inputs, []
         again = [step(second, other, number) for number in range(3, 6)]
         resumed = different(after, weights(second))
         norms = other.clip_grad_norm_(1.0, skip_above=1e-12)
         other.step()
         return {
-            "plain loop": different(after, replayed(llama(), seen, **SETTINGS)),
+            "plain loop": different(after, replayed(llama(), first_inputs, **SETTINGS)),
             "resumed": resumed,
             "losses": (losses[3:], again),
             "skipped": (bool(norms.skipped), different(weights(second), after)),
@@ -317,12 +317,12 @@ def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
         }
 
 
-def check_fabric(found: dict[str, Any]) -> None:
-    assert found["plain loop"] == []
-    assert found["resumed"] == []
-    assert found["losses"][0] == found["losses"][1]
-    assert found["skipped"] == (True, [])
-    assert found["figures"]["muon/update_to_weight"] > 0
+def check_fabric(result: dict[str, Any]) -> None:
+    assert result["plain loop"] == []
+    assert result["resumed"] == []
+    assert result["losses"][0] == result["losses"][1]
+    assert result["skipped"] == (True, [])
+    assert result["figures"]["muon/update_to_weight"] > 0
 
 
 def test_fabric_in_one_process(tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_fabric_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
 def test_fabric_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
-    for found in workers(2).run(fabric_loop, how, tmp_path, timeout=300):
-        check_fabric(found)
+    for result in workers(2).run(fabric_loop, how, tmp_path, timeout=300):
+        check_fabric(result)
 
 
 def test_a_setting_that_nobody_knows_is_refused() -> None:

@@ -54,21 +54,23 @@ def deepspeed(weights: Weights) -> Optimizer:
     return optimizer
 
 
-def ends(theirs: Callable[[Weights], Optimizer], names: tuple[str, ...]) -> dict[str, float]:
+def ends(package: Callable[[Weights], Optimizer], names: tuple[str, ...]) -> dict[str, float]:
     """How far our three steps end from theirs, relative to the way."""
     start = {name: random(*SHAPES[name], seed=seed) for seed, name in enumerate(names)}
     their_weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-    peer = theirs(their_weights)
+    peer = package(their_weights)
     settings = mm.convert_settings(peer)
     rest = settings.pop("adamw")
     weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
     matrices = [weight for name, weight in weights.items() if name != "table"]
-    ours = mm.Muon([{"params": matrices}, {"params": [weights["table"]], "algorithm": "adamw", **rest}], **settings)
+    optimizer = mm.Muon(
+        [{"params": matrices}, {"params": [weights["table"]], "algorithm": "adamw", **rest}], **settings
+    )
     for seed in (1, 2, 3):
         for name, weight in weights.items():
             weight.grad = random(*SHAPES[name], seed=10 * seed)
             their_weights[name].grad = weight.grad.clone()
-        ours.step()
+        optimizer.step()
         peer.step()
     with torch.no_grad():
         return {
@@ -77,21 +79,21 @@ def ends(theirs: Callable[[Weights], Optimizer], names: tuple[str, ...]) -> dict
         }
 
 
-@pytest.mark.parametrize("theirs", [keller_jordan, deepspeed], ids=lambda theirs: theirs.__name__)
-def test_our_steps_end_where_the_package_s_do(theirs: Callable[[Weights], Optimizer]) -> None:
+@pytest.mark.parametrize("package", [keller_jordan, deepspeed], ids=lambda package: package.__name__)
+def test_our_steps_end_where_the_package_s_do(package: Callable[[Weights], Optimizer]) -> None:
     names = ("wide", "tall", "table")
-    apart = ends(theirs, names)
+    apart = ends(package, names)
     assert apart.pop("table") < 1e-4
     assert max(apart.values()) < 0.03, apart
 
 
 @pytest.mark.parametrize("live", [True, False], ids=["optimizer", "state dict"])
-@pytest.mark.parametrize("theirs", [keller_jordan, deepspeed], ids=lambda theirs: theirs.__name__)
-def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights], Optimizer], live: bool) -> None:
+@pytest.mark.parametrize("package", [keller_jordan, deepspeed], ids=lambda package: package.__name__)
+def test_our_next_step_ends_where_the_package_s_does(package: Callable[[Weights], Optimizer], live: bool) -> None:
     """Three steps by the package, its state taken along by `checkpoint.convert`, and one more step by each."""
     names = ("wide", "tall", "table")
     their_weights = {name: nn.Parameter(random(*SHAPES[name], seed=seed)) for seed, name in enumerate(names)}
-    peer = theirs(their_weights)
+    peer = package(their_weights)
 
     def give(weights: Weights, seed: int) -> None:
         for name, weight in weights.items():
@@ -104,15 +106,17 @@ def test_our_next_step_ends_where_the_package_s_does(theirs: Callable[[Weights],
     weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
     settings = mm.convert_settings(peer)
     rest = settings.pop("adamw")
-    held = [[(name, weight) for name, weight in weights.items() if (name == "table") == last] for last in (False, True)]
-    ours = mm.Muon([{"params": held[0]}, {"params": held[1], "algorithm": "adamw", **rest}], **settings)
-    order = [[name for name, _ in group] for group in held]
-    given = (peer, None) if live else (peer.state_dict(), theirs.__name__)
-    state = checkpoint.convert(given[0], ours, package=given[1], params=order)  # type: ignore[arg-type]
-    ours.load_state_dict(state)
-    for each in (weights, their_weights):
-        give(each, 4)
-    ours.step()
+    groups = [
+        [(name, weight) for name, weight in weights.items() if (name == "table") == last] for last in (False, True)
+    ]
+    optimizer = mm.Muon([{"params": groups[0]}, {"params": groups[1], "algorithm": "adamw", **rest}], **settings)
+    order = [[name for name, _ in group] for group in groups]
+    source = (peer, None) if live else (peer.state_dict(), package.__name__)
+    state = checkpoint.convert(source[0], optimizer, package=source[1], params=order)  # type: ignore[arg-type]
+    optimizer.load_state_dict(state)
+    for weight_set in (weights, their_weights):
+        give(weight_set, 4)
+    optimizer.step()
     peer.step()
     with torch.no_grad():
         apart = {
@@ -127,12 +131,12 @@ def test_the_defaults_are_the_package_s() -> None:
     from muonmesh.tools.migration.package import WITHOUT
     from muonmesh.tools.migration.packages import PACKAGES
 
-    known = {"torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
+    classes = {"torch": torch.optim.Muon, "adamw": torch.optim.AdamW}
     if sys.version_info >= (3, 12):  # what Emerging-Optimizers needs
         from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
-        known["emerging_optimizers"] = EmergingMuon
-    for name, optimizer in known.items():
+        classes["emerging_optimizers"] = EmergingMuon
+    for name, optimizer in classes.items():
         arguments = inspect.signature(optimizer.__init__).parameters
         package = PACKAGES[name]
         assert {key: package.defaults[key] for key in package.defaults if key in arguments} == {

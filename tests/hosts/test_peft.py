@@ -112,8 +112,8 @@ def test_adapters_of_every_kind_train_and_go_on_bit_for_bit(name: str, tmp_path:
 def test_saved_modules_are_what_they_copy() -> None:
     config = LoraConfig(target_modules=Q, modules_to_save=["down_proj", "lm_head"], r=2)
     groups = mm.split_params(get_peft_model(llama(), config))
-    found = {name: g["name"] for g in groups for name in g["param_names"] if "modules_to_save" in name}
-    assert {name.split(".modules")[0].split(".")[-1]: group for name, group in found.items()} == {
+    by_name = {name: g["name"] for g in groups for name in g["param_names"] if "modules_to_save" in name}
+    assert {name.split(".modules")[0].split(".")[-1]: group for name, group in by_name.items()} == {
         "down_proj": "muon",
         "lm_head": "adamw.head",
     }
@@ -132,13 +132,13 @@ BASES: dict[str, tuple[Any, str]] = {
 
 def numbers_of(model: nn.Module) -> dict[str, Tensor]:
     """All numbers of a model, those inside of quantized weights too, by name."""
-    found = dict[str, Tensor]()
+    numbers = dict[str, Tensor]()
     for name, value in model.state_dict().items():
         inner = value.__tensor_flatten__()[0] if hasattr(type(value), "__tensor_flatten__") else []  # torchao's
-        found |= {f"{name}.{key}": getattr(value, key).clone() for key in inner}
+        numbers |= {f"{name}.{key}": getattr(value, key).clone() for key in inner}
         if not inner and isinstance(value, Tensor):
-            found[name] = value.detach().clone()
-    return found
+            numbers[name] = value.detach().clone()
+    return numbers
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -147,8 +147,8 @@ def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
     config, kind = BASES[name]
     llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
     base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
-    held = base.model.layers[0].mlp.up_proj
-    assert kind in (type(held).__name__, type(held.weight).__name__)
+    layer = base.model.layers[0].mlp.up_proj
+    assert kind in (type(layer).__name__, type(layer.weight).__name__)
     assert {g["name"] for g in mm.split_params(base)} == {"adamw.embeddings", "adamw.head", "adamw.vectors"}
     trained = LoraConfig(**LORA, modules_to_save=["lm_head"])
     model = get_peft_model(prepare_model_for_kbit_training(base), trained)
@@ -169,11 +169,11 @@ def test_adapters_of_a_quantized_base(name: str, tmp_path: Path) -> None:
         optimizer.zero_grad()
         batch = torch.stack([Tokens()[number + row]["input_ids"] for row in range(4)])
         model(input_ids=batch, labels=batch).loss.backward()
-        for each, p in learned.items():
-            plain[each].grad = p.grad.clone()
+        for key, p in learned.items():
+            plain[key].grad = p.grad.clone()
         optimizer.step()
         beside.step()
-    assert all(torch.equal(p, plain[each]) for each, p in learned.items())
+    assert all(torch.equal(p, plain[key]) for key, p in learned.items())
     after = numbers_of(model)
-    moved = {each for each, value in after.items() if not torch.equal(value, before[each])}
+    moved = {key for key, value in after.items() if not torch.equal(value, before[key])}
     assert moved == set(learned)

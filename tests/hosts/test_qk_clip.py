@@ -52,8 +52,8 @@ def clipped(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     return changed, wrong
 
 
-def within_tolerance(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
-    return bool(((found.double() - expected).abs() <= tolerance * expected.abs()).all())
+def within_tolerance(values: Tensor, expected: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool(((values.double() - expected).abs() <= tolerance * expected.abs()).all())
 
 
 @pytest.mark.parametrize(

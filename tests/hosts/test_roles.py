@@ -50,12 +50,12 @@ def shown_roles() -> tuple[bool, list[int], Any, str]:
         model = build()
     example = {"input_ids": torch.ones(1, 6, dtype=torch.int64)}
     whole = mm.split_params(build(), example=example)
-    found = decided_roles(whole.held_by(model))
+    roles = decided_roles(whole.held_by(model))
     try:
         mm.split_params(model, example=example)
     except ValueError as error:
-        told = str(error)
-    return found == decided_roles(whole), list(model.get_parameter(FUSED).shape), found[FUSED][1], told
+        message = str(error)
+    return roles == decided_roles(whole), list(model.get_parameter(FUSED).shape), roles[FUSED][1], message
 
 
 class Gates(nn.Module):
@@ -68,9 +68,9 @@ class Gates(nn.Module):
         self.gates, self.more, self.head = Conv1D(32, 16), nn.Linear(16, 32), nn.Linear(16, 31)
 
     def forward(self, tokens: Any) -> Any:
-        left, right = self.gates(self.embed(tokens)).chunk(2, dim=-1)
-        left, right = self.more(left.sigmoid() * right).chunk(2, dim=-1)
-        return self.head(self.norm(left.sigmoid() * right))
+        first, second = self.gates(self.embed(tokens)).chunk(2, dim=-1)
+        first, second = self.more(first.sigmoid() * second).chunk(2, dim=-1)
+        return self.head(self.norm(first.sigmoid() * second))
 
 
 def warned_roles() -> str:
@@ -81,13 +81,13 @@ def warned_roles() -> str:
     with pytest.warns(UserWarning, match="first training forward") as caught:
         engine.step()
     engine.destroy()
-    return next(str(each.message) for each in caught if "first training forward" in str(each.message))
+    return next(str(warning.message) for warning in caught if "first training forward" in str(warning.message))
 
 
 def test_an_example_shows_what_a_partitioned_model_is(pools: dict[int, Pool]) -> None:
-    for same, local, split, told in pools[2].run(shown_roles):
+    for same, local, split, message in pools[2].run(shown_roles):
         assert (same, local, split) == (True, [0], SPLIT)
-        assert "example= for a model that is sharded: this process has a part of transformer.wte.weight" in told
+        assert "example= for a model that is sharded: this process has a part of transformer.wte.weight" in message
 
 
 def test_the_first_training_forward_of_a_partitioned_model_is_read(pools: dict[int, Pool]) -> None:

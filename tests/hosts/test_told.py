@@ -37,7 +37,7 @@ def kept_alive() -> int:
         before = [weakref.ref(parameter) for parameter in model.parameters()]
         model, optimizer = accelerator.prepare(model, optimizer)
         gc.collect()
-        return sum(held() is not None for held in before)
+        return sum(reference() is not None for reference in before)
 
 
 def test_nothing_of_the_unsharded_model_is_kept(workers: Any) -> None:
@@ -48,19 +48,19 @@ def test_accelerate_knows_which_steps_were_skipped() -> None:
     with launched():
         accelerator, model = Accelerator(cpu=True), torch.nn.Linear(6, 4)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)  # on a CPU Accelerate makes none
-        made = from_model(accelerator, model, lr=0.1, **FP32)
-        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.5**step)
-        model, optimizer, schedule = accelerator.prepare(model, made, schedule)
+        muon = from_model(accelerator, model, lr=0.1, **FP32)
+        schedule = torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 0.5**step)
+        model, optimizer, schedule = accelerator.prepare(model, muon, schedule)
         skipped, rates = [], []
         for scale in (1.0, float("inf"), 1.0, 1e6):
             accelerator.backward(model(torch.ones(2, 6)).sum() * scale)
-            accelerator.scaler.unscale_(made)  # as accelerator.unscale_gradients() does under fp16
-            made.clip_grad_norm_(1.0, skip_above=1e3)
+            accelerator.scaler.unscale_(muon)  # as accelerator.unscale_gradients() does under fp16
+            muon.clip_grad_norm_(1.0, skip_above=1e3)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             skipped.append(accelerator.optimizer_step_was_skipped)
-            rates.append(made.param_groups[0]["lr"])
+            rates.append(muon.param_groups[0]["lr"])
     assert skipped == [False, True, False, True]
     assert rates == [0.05, 0.05, 0.025, 0.025]
 
@@ -132,27 +132,29 @@ def given_to_deepspeed(stage: int, how: str) -> str:
             return mm.from_model(model, lr=0.1, process_group="world", **FP32)
 
         def use() -> None:
-            given = make if how == "callable" else make()
-            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=given)
+            passed = make if how == "callable" else make()
+            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=passed)
             engine.backward(engine(**next(iter(DataLoader(Tokens(), batch_size=2)))).loss)
             engine.step()
 
-        with pytest.raises((AssertionError, ValueError)) as told:
+        with pytest.raises((AssertionError, ValueError)) as caught:
             use()
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-        return str(told.value)
+        return str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["untested", "optimizer", "callable"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_given_to_deepspeeds_own_function_says_what_to_write(workers: Any, stage: int, how: str) -> None:
-    for told in workers(2).run(given_to_deepspeed, stage, how, timeout=90.0):
+    for message in workers(2).run(given_to_deepspeed, stage, how, timeout=90.0):
         if how == "untested":
-            assert told.startswith("You are using an untested ZeRO Optimizer"), told
+            assert message.startswith("You are using an untested ZeRO Optimizer"), message
             continue
-        assert "param_names for 1 parameters" in told, told
-        assert 'muonmesh.integrations.deepspeed.initialize(model=model, config=config, optimizer={"lr": 3e-4})' in told
+        assert "param_names for 1 parameters" in message, message
+        assert (
+            'muonmesh.integrations.deepspeed.initialize(model=model, config=config, optimizer={"lr": 3e-4})' in message
+        )
 
 
 def trained_without_zero(how: str) -> list[str]:
@@ -164,9 +166,9 @@ def trained_without_zero(how: str) -> list[str]:
         def make(_: Any = None) -> mm.Muon:
             return mm.from_model(model, lr=0.1, process_group="world", **FP32)
 
-        given = make if how == "callable" else make()
+        passed = make if how == "callable" else make()
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.0}
-        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=given)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=passed)
         plain = mm.from_model(alone, lr=0.1, process_group="world", **FP32)
         for number, batch in zip(range(2), DataLoader(Tokens(), batch_size=2), strict=False):
             batch = {key: value.roll(dist.get_rank() + number, -1) for key, value in batch.items()}

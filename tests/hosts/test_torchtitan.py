@@ -32,26 +32,26 @@ def train(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, l
     trainer = titan.config(folder, [MUON, METRICS], load_step, **parallelism).build()
     trainer.metrics_processor.logger = titan.Recorder()
     (optimizer,) = trainer.optimizers
-    given: list[Given] = []
+    inputs: list[Given] = []
     before = weights(trainer.model_parts[0])
     real = optimizer.step
 
     def step(*args: Any, **settings: Any) -> Any:
         if settings.get("closure", 0) is not None:  # torchtitan makes state by a step of closure=None
-            given.append(Given.to(optimizer))
+            inputs.append(Given.to(optimizer))
         return real(*args, **settings)
 
     optimizer.step = step
     trainer.train()
     trainer.close()
     del optimizer.step
-    return trainer, given, before
+    return trainer, inputs, before
 
 
-def both(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
+def trained_twice(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched():
-        trainer, given, before = train(folder, **parallelism)
+        trainer, inputs, before = train(folder, **parallelism)
         after = weights(trainer.model_parts[0])
         second, _, _ = train(folder, 3, **parallelism)
         resumed = different(after, weights(second.model_parts[0]))
@@ -63,9 +63,9 @@ def both(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
             parameter.data = before[name].clone()
         return fresh
 
-    first = replayed(model(), given[:1], compute_dtype=torch.float32)
+    first = replayed(model(), inputs[:1], compute_dtype=torch.float32)
     return {
-        "plain loop": different(after, replayed(model(), given, compute_dtype=torch.float32)),
+        "plain loop": different(after, replayed(model(), inputs, compute_dtype=torch.float32)),
         "resumed": resumed,
         "weakest": min(
             v for n, v in strengths(before, first, LR / 2).items() if n.startswith("layers") and "norm" not in n
@@ -73,22 +73,22 @@ def both(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
         "rows": trainer.metrics_processor.logger.rows,
         "again": second.metrics_processor.logger.rows,
         "placed": placed,
-        "steps": len(given),
+        "steps": len(inputs),
     }
 
 
-def check(found: dict[str, Any]) -> None:
-    assert found["plain loop"] == []
-    assert found["resumed"] == []
-    assert found["steps"] == 6
-    losses, again = ([row["loss_metrics/global_avg_loss"] for row in found[key]] for key in ("rows", "again"))
+def check(result: dict[str, Any]) -> None:
+    assert result["plain loop"] == []
+    assert result["resumed"] == []
+    assert result["steps"] == 6
+    losses, again = ([row["loss_metrics/global_avg_loss"] for row in result[key]] for key in ("rows", "again"))
     assert len(again) == 3
     assert losses[3:] == again
-    assert found["weakest"] > 0.1  # of AdamW's RMS: a max_norm of 1e-6 stalls nothing
-    rates = [row["lr/Muon/0"] for row in found["rows"]]
+    assert result["weakest"] > 0.1  # of AdamW's RMS: a max_norm of 1e-6 stalls nothing
+    rates = [row["lr/Muon/0"] for row in result["rows"]]
     assert rates[:2] == [LR / 2, LR]
     assert rates[-1] < rates[2]
-    for row in found["rows"][1:]:
+    for row in result["rows"][1:]:
         assert row["muon/muon/update_to_weight"] > 0
 
 
@@ -104,9 +104,9 @@ def check(found: dict[str, Any]) -> None:
     ids=["one", "FSDP2", "TP", "HSDP", "FSDP2 over TP"],
 )
 def test_the_trainer(workers, ranks: int, parallelism: dict[str, int], placement: str, tmp_path: Path) -> None:
-    for found in workers(ranks).run(both, tmp_path, parallelism, timeout=300):
-        check(found)
-        assert any(placement in placed.replace("_S", "S") for placed in found["placed"]), found["placed"]
+    for result in workers(ranks).run(trained_twice, tmp_path, parallelism, timeout=300):
+        check(result)
+        assert any(placement in placed.replace("_S", "S") for placed in result["placed"]), result["placed"]
 
 
 # ------------------------------------------------------------------ parts of a pipeline
@@ -142,20 +142,20 @@ def step(optimizers: Any, number: int) -> None:
 
 def test_state_of_two_parts_loads_into_one_and_is_small() -> None:
     whole = llama()
-    apart, together = container(stages(whole)), container([whole])
+    apart, single = container(stages(whole)), container([whole])
     step(apart, 0)
-    step(together, 0)
+    step(single, 0)
     state = apart.state_dict()
-    assert state.keys() == together.state_dict().keys()
+    assert state.keys() == single.state_dict().keys()
     fresh = copy.deepcopy(whole)
     other = container([fresh])
     other.load_state_dict(state)
-    for each in (together, other):
-        step(each, 1)
+    for optimizers in (single, other):
+        step(optimizers, 1)
     assert different(weights(whole), weights(fresh)) == []
     step(apart, 1)
-    both = {name: value for part in apart.model_parts for name, value in part.named_parameters()}
-    assert different(weights(whole), both) == []
+    named = {name: value for part in apart.model_parts for name, value in part.named_parameters()}
+    assert different(weights(whole), named) == []
     # Nothing of a group grows with the number of its parameters, of which each has all entries of its group.
     assert max(len(pickle.dumps(value)) for key, value in state.items() if key.startswith("param_groups")) < 200
 
@@ -179,9 +179,9 @@ def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
     """torchtitan saves q, k and v apart, which is what they are compared with."""
     model = llama()
     fused = model.layers["0"].attention.qkv_linear
-    found = split(fused.wqkv.weight.detach(), matrices(model)["layers.0.attention.qkv_linear.wqkv.weight"])
+    pieces = split(fused.wqkv.weight.detach(), matrices(model)["layers.0.attention.qkv_linear.wqkv.weight"])
     apart = [fused.state_dict()[f"{name}.weight"] for name in ("wq", "wk", "wv")]
-    assert all(torch.equal(*pair) for pair in zip(found, apart, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(pieces, apart, strict=True))
     with torch.device("meta"):
         deepseek = titan.deepseek_v3.model_registry("debugmodel").model.build()
         experts = titan.gpt_oss.model_registry("debugmodel").model.build()
@@ -196,9 +196,9 @@ def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
 
 
 def test_an_override_without_a_rate_or_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
-    made = titan.config(tmp_path, ["muonmesh.integrations.torchtitan.muon={}"])
+    trainer_config = titan.config(tmp_path, ["muonmesh.integrations.torchtitan.muon={}"])
     with pytest.raises(TypeError, match="no lr"):
-        titan.apply_overrides(made.override, made)
+        titan.apply_overrides(trainer_config.override, trainer_config)
     from muonmesh.integrations.torchtitan import MuonContainer, muon  # after titan has made torchtitan take the CPU
 
     config = MuonContainer.Config(settings={"lr": 1.0, "momentun": 0.9})

@@ -68,22 +68,24 @@ def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
             optimizer_cls_and_kwargs=(MuonFactory, {"args": args, **SETTINGS}),
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
-        return type(trainer.model_wrapped).__name__, watch.given, watch.weights, trainer.state.log_history
+        return type(trainer.model_wrapped).__name__, watch.inputs, watch.weights, trainer.state.log_history
 
 
-def check(model: str, given: list[Given], seen: list[dict[str, torch.Tensor]], logs: list[dict[str, float]]) -> None:
+def check(
+    model: str, inputs: list[Given], snapshots: list[dict[str, torch.Tensor]], logs: list[dict[str, float]]
+) -> None:
     """What holds under any way of launching."""
-    assert [step.rates["muon"] for step in given] == [0.05 * (1 - n / STEPS) for n in range(STEPS)]
-    assert different(seen[-1], replayed(llama(), given, **OF_ARGUMENTS, **SETTINGS)) == []
+    assert [step.rates["muon"] for step in inputs] == [0.05 * (1 - n / STEPS) for n in range(STEPS)]
+    assert different(snapshots[-1], replayed(llama(), inputs, **OF_ARGUMENTS, **SETTINGS)) == []
     # The Trainer has scaled all gradients to a norm of 1e-6. AdamW's ε is far above them, Muon does not feel it.
-    moved = strengths(seen[0], seen[1], 0.05)
+    moved = strengths(snapshots[0], snapshots[1], 0.05)
     muon = [moved[name] for name in moved if name.endswith("_proj.weight")]
     assert len(muon) == MATRICES
     assert min(muon) > 0.1
     assert moved["lm_head.weight"] < 0.5
-    told = [entry for entry in logs if "loss" in entry]
-    assert [entry["learning_rate/adamw.head"] for entry in told] == [entry["learning_rate"] for entry in told]
-    assert all(entry["muon/gradient_rms"] > 0 and entry["muon/update_rms"] > 0 for entry in told)
+    logged = [entry for entry in logs if "loss" in entry]
+    assert [entry["learning_rate/adamw.head"] for entry in logged] == [entry["learning_rate"] for entry in logged]
+    assert all(entry["muon/gradient_rms"] > 0 and entry["muon/update_rms"] > 0 for entry in logged)
 
 
 def test_in_one_process(tmp_path: Path) -> None:
@@ -129,8 +131,8 @@ def train_zero(
             callbacks=[MuonCallback(clip=0.3, policy="all", skip_above=LIMIT)],
         )
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
-        told = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert [entry["learning_rate/muon"] for entry in told] == [entry["learning_rate"] for entry in told]
+        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert [entry["learning_rate/muon"] for entry in logged] == [entry["learning_rate"] for entry in logged]
         rates = trainer.lr_scheduler.get_last_lr()
         named = trainer.model.named_parameters()
         assert type(trainer.model_wrapped).__name__ == ("DeepSpeedEngine" if engine else "DistributedDataParallel")
@@ -142,9 +144,9 @@ def train_zero(
 @pytest.fixture(scope="module")
 def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What DDP ends with, whose gradients DeepSpeed's are compared with."""
-    found: tuple[dict[str, torch.Tensor], list[float]]
-    found = workers(2).run(train_zero, str(tmp_path_factory.mktemp("ddp")), None, timeout=90.0)[0]
-    return found
+    result: tuple[dict[str, torch.Tensor], list[float]]
+    result = workers(2).run(train_zero, str(tmp_path_factory.mktemp("ddp")), None, timeout=90.0)[0]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -154,12 +156,12 @@ def test_deepspeed_is_ddp(workers: Any, tmp_path: Path, ddp: Any, stage: int, of
     """With offload, Accelerate would replace any optimizer by DeepSpeed's Adam for the CPU."""
     expected, rates = ddp
     assert rates == [0.05 * (1 - 2 / STEPS)] * 4  # of four steps two were skipped: one before it was saved, one after
-    found, at = workers(2).run(train_zero, str(tmp_path), stage, offload=offload, timeout=90.0)[0]
+    trained, at = workers(2).run(train_zero, str(tmp_path), stage, offload=offload, timeout=90.0)[0]
     if stage == 3:  # whose own backward rounds otherwise
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(trained, expected, rtol=1e-3, atol=1e-4)
     else:
-        assert different(found, expected) == []
+        assert different(trained, expected) == []
     assert at == rates
     again, at = workers(2).run(train_zero, str(tmp_path), stage, offload=offload, resume=True, timeout=90.0)[0]
-    assert different(again, found) == []
+    assert different(again, trained) == []
     assert at == rates

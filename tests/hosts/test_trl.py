@@ -48,8 +48,8 @@ def sft(folder: Path, **more: Any) -> tuple[SFTTrainer, Watch]:
         more["optimizer_cls_and_kwargs"] = (MuonFactory, {"args": args, **SETTINGS, **more.pop("muon", {})})
     data = Dataset.from_dict({"text": sentences()})
     callbacks = [watch, MuonCallback(metrics=True)]
-    made = SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks, **more)
-    return made, watch
+    trainer = SFTTrainer(llama(), args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks, **more)
+    return trainer, watch
 
 
 def dpo(folder: Path) -> tuple[DPOTrainer, Watch]:
@@ -57,21 +57,21 @@ def dpo(folder: Path) -> tuple[DPOTrainer, Watch]:
     chosen, rejected = ([f" {text}" for text in sentences(length=length)] for length in (5, 4))
     data = Dataset.from_dict({"prompt": sentences(), "chosen": chosen, "rejected": rejected})
     callbacks = [watch, MuonCallback(metrics=True)]
-    made = DPOTrainer(llama(), llama(), args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
+    trainer = DPOTrainer(llama(), llama(), args, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
     # DPOTrainer has no argument for it, and Trainer reads it when training begins.
-    made.optimizer_cls_and_kwargs = (MuonFactory, {"args": args, **SETTINGS})
-    return made, watch
+    trainer.optimizer_cls_and_kwargs = (MuonFactory, {"args": args, **SETTINGS})
+    return trainer, watch
 
 
-def check(trainer: Trainer, given: list[Given], seen: list[dict[str, torch.Tensor]]) -> None:
-    plain = replayed(llama(), given, weight_decay=0.1, adamw_betas=(0.9, 0.999), **SETTINGS)
-    assert different(seen[-1], plain) == []
-    moved = strengths(seen[0], seen[1], 0.05)
+def check(trainer: Trainer, inputs: list[Given], snapshots: list[dict[str, torch.Tensor]]) -> None:
+    plain = replayed(llama(), inputs, weight_decay=0.1, adamw_betas=(0.9, 0.999), **SETTINGS)
+    assert different(snapshots[-1], plain) == []
+    moved = strengths(snapshots[0], snapshots[1], 0.05)
     muon = [moved[name] for name in moved if name.endswith("_proj.weight")]
     assert len(muon) == MATRICES
     assert min(muon) > 0.1, "the trainer's clipping to a norm of 1e-6 cannot stall Muon"
-    told = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all(entry["muon/update_rms"] > 0 for entry in told)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["muon/update_rms"] > 0 for entry in logged)
 
 
 @pytest.mark.parametrize("make", [sft, dpo])
@@ -79,7 +79,7 @@ def test_a_trainer_of_trl_is_a_plain_loop_and_resumes(tmp_path: Path, make: Any)
     with launched():
         trainer, watch = make(tmp_path)
         trainer.train()
-        check(trainer, watch.given, watch.weights)
+        check(trainer, watch.inputs, watch.weights)
         again, _ = make(tmp_path)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert losses(again.state.log_history) == losses(trainer.state.log_history)
@@ -93,7 +93,7 @@ def on_a_rank(folder: Path) -> tuple[list[str], dict[str, torch.Tensor], dict[st
         with launched():
             trainer, watch = make(folder / make.__name__)
             trainer.train()
-            check(trainer, watch.given, watch.weights)
+            check(trainer, watch.inputs, watch.weights)
             wrapped.append(type(trainer.model_wrapped).__name__)
             ends.append(watch.weights[-1])
             again, _ = make(folder / make.__name__)

@@ -50,9 +50,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words, one token each, that knows `llama`'s vocabulary."""
     words = {f"w{number}": number for number in range(VOCABULARY - 3)}
     words |= {name: VOCABULARY - 3 + number for number, name in enumerate(("<unk>", "<pad>", "<eos>"))}
-    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+    words_only = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    words_only.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
 
 
 def sentences(count: int = 32, length: int = 6) -> list[str]:

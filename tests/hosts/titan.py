@@ -165,26 +165,26 @@ class Tokens(ParallelAwareDataloader):
 
 def config(folder: Path, overrides: list[str], load_step: int = -1, **parallelism: Any) -> Trainer.Config:
     """Return torchtitan's own configuration of its debug Llama, with two layers, short sequences and a checkpoint."""
-    made = config_registry.llama3_debugmodel()
-    model = made.model_spec.model
+    trainer = config_registry.llama3_debugmodel()
+    model = trainer.model_spec.model
     rope = replace(model.layers[0].attention.rope, dim=WIDTH // 4, max_seq_len=64)
     sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
     model.layers = llama3._build_llama3_layers(**sizes, rope=rope, attn_backend="flex")
     model.dim = model.norm.normalized_shape = WIDTH
     model.tok_embeddings.embedding_dim = model.lm_head.in_features = WIDTH
     model.vocab_size = model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
-    made.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
-    made.tokenizer, made.dataloader = Bytes.Config(), Tokens.Config()
-    made.dump_folder = str(folder)
-    made.training = replace(
-        made.training, local_batch_size=2, seq_len=16, steps=6, mixed_precision_param="float32", max_norm=1e-6
+    trainer.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+    trainer.tokenizer, trainer.dataloader = Bytes.Config(), Tokens.Config()
+    trainer.dump_folder = str(folder)
+    trainer.training = replace(
+        trainer.training, local_batch_size=2, seq_len=16, steps=6, mixed_precision_param="float32", max_norm=1e-6
     )
-    made.training.disable_cuda_graphs = True
-    made.debug.seed = 0
-    made.parallelism = replace(made.parallelism, spmd_backend="partial_dtensor", **parallelism)
-    made.lr_scheduler = replace(made.lr_scheduler, total_steps=6)
-    made.checkpoint = replace(made.checkpoint, enable=True, interval=3, load_step=load_step)
-    made.activation_checkpoint = None
-    made.validator = replace(made.validator, enable=False)
-    made.override.imports = parse_cli_imports(overrides)
-    return made
+    trainer.training.disable_cuda_graphs = True
+    trainer.debug.seed = 0
+    trainer.parallelism = replace(trainer.parallelism, spmd_backend="partial_dtensor", **parallelism)
+    trainer.lr_scheduler = replace(trainer.lr_scheduler, total_steps=6)
+    trainer.checkpoint = replace(trainer.checkpoint, enable=True, interval=3, load_step=load_step)
+    trainer.activation_checkpoint = None
+    trainer.validator = replace(trainer.validator, enable=False)
+    trainer.override.imports = parse_cli_imports(overrides)
+    return trainer

@@ -14,7 +14,7 @@ class Watch(TrainerCallback):
     """Keeps what each step was given, and the weights before and after it."""
 
     def __init__(self) -> None:
-        self.given: list[Given] = []
+        self.inputs: list[Given] = []
         self.weights: list[dict[str, Tensor]] = []
 
     def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
@@ -23,7 +23,7 @@ class Watch(TrainerCallback):
     on_step_end = on_train_begin
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        self.given.append(Given.to(optimizer))
+        self.inputs.append(Given.to(optimizer))
 
 
 def losses(logs: list[dict[str, float]]) -> list[float]:

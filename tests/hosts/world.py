@@ -34,14 +34,14 @@ def launched(**more: str) -> Iterator[None]:
 
 
 @contextmanager
-def accelerated(wanted: bool) -> Iterator[None]:
+def accelerated(emulated: bool) -> Iterator[None]:
     """Let Accelerate take the CPU for an accelerator whose collectives are gloo's.
 
     Accelerate 1.15 knows FSDP and DeepSpeed on accelerators only; on a CPU it trains DDP, without a word. This shim is
     all that is not real: what it calls the process's device and backend. (DeepSpeed is kept from compiling an operation
     for its own reductions on a CPU; gloo's are used.)
     """
-    if not wanted:
+    if not emulated:
         yield
         return
     honest, variable = PartialState._prepare_backend, "ACCELERATE_TORCH_DEVICE"

@@ -47,55 +47,55 @@ class MuonConfig(OptimConfig):
 
 def fresh() -> torch.nn.Module:
     torch.manual_seed(0)
-    made: torch.nn.Module = TransformerConfig.llama_like(vocab_size=64, d_model=32, n_layers=2, n_heads=4).build(
+    model: torch.nn.Module = TransformerConfig.llama_like(vocab_size=64, d_model=32, n_layers=2, n_heads=4).build(
         init_device="cpu"
     )
-    for parameter in made.parameters():
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    return made
+    return model
 
 
 def module() -> TransformerTrainModule:
     parallel._WORLD_MESH = None  # a process may make one mesh only; a resumed run is another process
     split = TransformerDataParallelConfig(name=DataParallelType.fsdp, reduce_dtype=DType.float32)
-    made = TransformerTrainModule(
+    train_module = TransformerTrainModule(
         fresh(), MuonConfig(), 32, 16, dp_config=split, max_grad_norm=1.0, device=torch.device("cpu")
     )
     first = dict(fresh().named_parameters())  # OLMo-core has initialized the shards anew
     with torch.no_grad():
-        for name, parameter in made.model.named_parameters():
+        for name, parameter in train_module.model.named_parameters():
             whole = torch.distributed.tensor.distribute_tensor(
                 first[name].detach(), parameter.device_mesh, parameter.placements
             )
             parameter.copy_(whole)
-    return made
+    return train_module
 
 
-def turn(made: TransformerTrainModule, number: int) -> Given:
-    made.zero_grads()
+def train_step(train_module: TransformerTrainModule, number: int) -> Given:
+    train_module.zero_grads()
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
-    logits = made.model(tokens)
+    logits = train_module.model(tokens)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-    made._clip_grad_norm(1.0)
-    given = Given.to(made.optim)
-    made.optim.step()
-    return given
+    train_module._clip_grad_norm(1.0)
+    inputs = Given.to(train_module.optim)
+    train_module.optim.step()
+    return inputs
 
 
 def trained(folder: Path) -> tuple[list[str], list[str], dict[str, int], bool]:
-    made = module()
-    given = [turn(made, number) for number in range(2)]
-    dcp.save(made.state_dict_to_save(), checkpoint_id=folder)
-    given += [turn(made, number) for number in range(2, 4)]
-    after = weights(made.model)
+    train_module = module()
+    inputs = [train_step(train_module, number) for number in range(2)]
+    dcp.save(train_module.state_dict_to_save(), checkpoint_id=folder)
+    inputs += [train_step(train_module, number) for number in range(2, 4)]
+    after = weights(train_module.model)
     again = module()
     state = again.state_dict()
     dcp.load(state, checkpoint_id=folder)
     again.load_state_dict(state)
     for number in range(2, 4):
-        turn(again, number)
-    sizes = {g["name"]: len(g["params"]) for g in made.optim.param_groups}
-    plain = replayed(fresh(), given, **SETTINGS)
+        train_step(again, number)
+    sizes = {g["name"]: len(g["params"]) for g in train_module.optim.param_groups}
+    plain = replayed(fresh(), inputs, **SETTINGS)
     return different(after, plain), different(after, weights(again.model)), sizes, "lm_head.w_out.weight" in after
 
 

@@ -40,23 +40,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The tokenizer has a token for each byte and no merges, since `transformers` makes of any tokenizer beside a Qwen2
     one of byte pairs. One of words would know no character then, and `swift pt` would train on empty sequences.
     """
-    place = tmp_path_factory.mktemp("swift")
-    made = Tokenizer(BPE({token: number for number, token in enumerate(VOCABULARY)}, []))
-    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), Decoder()
+    path = tmp_path_factory.mktemp("swift")
+    words = Tokenizer(BPE({token: number for number, token in enumerate(VOCABULARY)}, []))
+    words.pre_tokenizer, words.decoder = ByteLevel(add_prefix_space=False), Decoder()
     names = {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=SPECIAL[1:2], **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=SPECIAL[1:2], **names)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=264, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
-    Qwen2ForCausalLM(config).save_pretrained(place / "model")
-    tokenizer.save_pretrained(place / "model")
+    Qwen2ForCausalLM(config).save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
     rows = torch.randint(60, (16, 6), generator=torch.Generator().manual_seed(1)).tolist()
     spoken = [" ".join(f"w{number}" for number in row) for row in rows]
-    talks = [[{"role": role, "content": said} for role in ("user", "assistant")] for said in spoken]
-    texts = [[{"role": "assistant", "content": said}] for said in spoken]
+    talks = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in spoken]
+    texts = [[{"role": "assistant", "content": text}] for text in spoken]
     for name, messages in (("sft", talks), ("pt", texts)):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
-    return place
+        (path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in messages))
+    return path
 
 
 SCRIPT = ROOT / "examples" / "ms_swift.sh"
@@ -75,30 +75,30 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(folder: Path, name: str, way: str, *more: str) -> Path:
+def train(folder: Path, name: str, launch: str, *more: str) -> Path:
     """Train to the second step, with a checkpoint after each; returns the folder of the checkpoints."""
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
-    task, ranks = ("pt" if way.startswith("pt") else "sft"), (1 if way in ("one", "pt") else 2)
+    task, ranks = ("pt" if launch.startswith("pt") else "sft"), (1 if launch in ("one", "pt") else 2)
     if ranks > 1:
         environment["NPROC_PER_NODE"] = str(ranks)
-    environment["PLUGINS"] = SHIM if way in ("zero2", "zero3", "fsdp2") else ""
+    environment["PLUGINS"] = SHIM if launch in ("zero2", "zero3", "fsdp2") else ""
     command = f"sh {SCRIPT} {task} model {task}.jsonl --model_type qwen2 --template qwen \
         --optim_args weight_decay=0.0,momentum=0.9 \
         --output_dir RUN --add_version false --max_steps 2 --save_steps 1 --logging_steps 1 --learning_rate {RATE} \
         --lr_scheduler_type constant --warmup_ratio 0 --per_device_train_batch_size {4 // ranks} \
         --gradient_accumulation_steps 1 --torch_dtype float32 --check_model false --report_to none \
         --split_dataset_ratio 0 --gradient_checkpointing false --dataloader_num_workers 0".split()
-    done = subprocess.run(
-        [name if part == "RUN" else part for part in (*command, *WAYS[way], *more)],
+    run = subprocess.run(
+        [name if part == "RUN" else part for part in (*command, *WAYS[launch], *more)],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
     return folder / name
 
 
@@ -118,13 +118,15 @@ def swift_losses(run: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Callable[[str], Path]:
     """The run of each way, trained once."""
-    return cache(lambda way: train(folder, way, way))
+    return cache(lambda launch: train(folder, launch, launch))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_hidden_matrix_takes_an_orthogonal_step(folder: Path, trained: Callable[[str], Path], way: str) -> None:
+@pytest.mark.parametrize("launch", WAYS)
+def test_every_hidden_matrix_takes_an_orthogonal_step(
+    folder: Path, trained: Callable[[str], Path], launch: str
+) -> None:
     before = load_file(folder / "model" / "model.safetensors")
-    after = weights(trained(way) / "checkpoint-1")
+    after = weights(trained(launch) / "checkpoint-1")
     hidden = [name for name, weight in before.items() if weight.ndim == 2 and ".layers." in name]
     assert len(hidden) == 14
     for name in hidden:
@@ -135,13 +137,13 @@ def test_every_hidden_matrix_takes_an_orthogonal_step(folder: Path, trained: Cal
     assert 0 < float(moved.abs().max()) < 1.01 * RATE  # AdamW's first step is at most the rate, element by element
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("launch", WAYS)
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
-    folder: Path, trained: Callable[[str], Path], way: str
+    folder: Path, trained: Callable[[str], Path], launch: str
 ) -> None:
     """The second step is the first that feels momentum and AdamW's moments."""
-    whole = trained(way)
-    again = train(folder, f"{way}-again", way, "--resume_from_checkpoint", str(whole / "checkpoint-1"))
+    whole = trained(launch)
+    again = train(folder, f"{launch}-again", launch, "--resume_from_checkpoint", str(whole / "checkpoint-1"))
     assert swift_losses(again)[-1:] == swift_losses(whole)[1:]
     first, second, resumed = (weights(run) for run in (*sorted(whole.glob("checkpoint-?")), again / "checkpoint-2"))
     assert second.keys() == resumed.keys() == first.keys()

@@ -55,8 +55,8 @@ def test_ends_and_cuts_are_as_the_graph_shows(name: str) -> None:
         model = timm.create_model(name).eval()
         outputs = model(torch.empty(2, *model.pretrained_cfg.get("input_size", (3, 224, 224))))
     heads = getattr(model, "num_classes", 0) > 0
-    found = differences(model, outputs, outputs, heads=heads)
-    assert {(kind, n) for kind, n in found if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)} == set()
+    wrong = differences(model, outputs, outputs, heads=heads)
+    assert {(kind, n) for kind, n in wrong if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)} == set()
 
 
 def test_a_hundred_models() -> None:

@@ -52,14 +52,14 @@ def pair() -> Iterator[workers.Pool]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of two layers; nothing is downloaded."""
-    place = tmp_path_factory.mktemp("verl")
+    path = tmp_path_factory.mktemp("verl")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(place)
-    return str(place)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(path)
+    return str(path)
 
 
-def made(folder: str, *, strategy: str = "fsdp2", **optimizer: Any) -> Any:
+def engine_of(folder: str, *, strategy: str = "fsdp2", **optimizer: Any) -> Any:
     """Return verl's engine with the variable set, as its workers make it."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -85,62 +85,62 @@ def made(folder: str, *, strategy: str = "fsdp2", **optimizer: Any) -> Any:
 
 def stepped(engine: Any, steps: range) -> list[Given]:
     """Take steps with the engine's own methods; return what its optimizer was given."""
-    given: list[Given] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: given.append(Given.to(engine.optimizer)))
+    inputs: list[Given] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
     for step in steps:
         engine.optimizer_zero_grad()
         tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         engine.module(input_ids=tokens, labels=tokens).loss.backward()
         engine.optimizer_step()
         engine.lr_scheduler_step()
-    return given
+    return inputs
 
 
-def trained(folder: str, place: str) -> dict[str, Any]:
+def trained(folder: str, checkpoint: str) -> dict[str, Any]:
     settings = {"momentum": 0.8, "compute_dtype": "float32"}
-    engine = made(folder, override_optimizer_config=settings)
+    engine = engine_of(folder, override_optimizer_config=settings)
     optimizer = engine.optimizer
-    given = stepped(engine, range(2))
-    engine.save_checkpoint(place)
-    given += stepped(engine, range(2, 4))[:2]
+    inputs = stepped(engine, range(2))
+    engine.save_checkpoint(checkpoint)
+    inputs += stepped(engine, range(2, 4))[:2]
     after = weights(engine.module)
-    second = made(folder, override_optimizer_config=settings)
-    second.load_checkpoint(place)
+    second = engine_of(folder, override_optimizer_config=settings)
+    second.load_checkpoint(checkpoint)
     stepped(second, range(2, 4))
-    asked = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
-    plain = replayed(LlamaForCausalLM.from_pretrained(folder), given[:2] + given[-2:], **asked)
+    muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
+    plain = replayed(LlamaForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **muon_settings)
     return {
         "muon": type(optimizer) is mm.Muon,
         "matrices": len(optimizer.param_groups[0]["params"]),
         "plain loop": different(after, plain),
         "resumed": different(after, weights(second.module)),
-        "first": given[0].rates,
+        "first": inputs[0].rates,
     }
 
 
 def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
-    for found in pair.run(trained, folder, str(tmp_path), timeout=400):
-        assert found["muon"]
-        assert found["matrices"] == 14
-        assert found["plain loop"] == []
-        assert found["resumed"] == []
-        assert set(found["first"].values()) == {RATE}
+    for result in pair.run(trained, folder, str(tmp_path), timeout=400):
+        assert result["muon"]
+        assert result["matrices"] == 14
+        assert result["plain loop"] == []
+        assert result["resumed"] == []
+        assert set(result["first"].values()) == {RATE}
 
 
 def refusals(folder: str) -> list[str]:
-    engine = made(folder, optimizer="SGD")
-    said = [type(engine.optimizer).__name__]
-    engine.optimizer_config = made(folder).optimizer_config
+    engine = engine_of(folder, optimizer="SGD")
+    messages = [type(engine.optimizer).__name__]
+    engine.optimizer_config = engine_of(folder).optimizer_config
     flat = FullyShardedDataParallel(LlamaForCausalLM.from_pretrained(folder), device_id=torch.device("cpu"))
     for make in (
         lambda: engine._build_optimizer(flat),
-        lambda: made(folder, override_optimizer_config={"momentun": 1}),
+        lambda: engine_of(folder, override_optimizer_config={"momentun": 1}),
     ):
         try:
             make()
         except (mm.LayoutError, TypeError) as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_what_it_cannot_make_is_said_and_what_is_named_stays(pair: workers.Pool, folder: str) -> None:

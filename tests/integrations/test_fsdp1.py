@@ -54,7 +54,7 @@ def whole(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
         }
 
 
-def made(strategy: str) -> tuple[nn.Module, mm.Muon]:
+def trainable(strategy: str) -> tuple[nn.Module, mm.Muon]:
     model = Net()
     groups = mm.split_params(model)
     wrapped = wrap(model, strategy)
@@ -68,14 +68,14 @@ def backward(model: nn.Module, step: int) -> None:
 
 def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float]:
     """Step under FSDP1, and a copy with the same gradients alone; return what differs, who is flat, and a norm."""
-    wrapped, optimizer = made(strategy)
+    wrapped, optimizer = trainable(strategy)
     alone = Net()
     other = mm.from_model(alone, process_group="local", **SETTINGS)
-    found: list[str] = []
+    differing: list[str] = []
     for step in range(4):
         if step == 2:  # each rank saves what it holds, and others go on
             weights, saved = {name: value for name, (value, _) in whole(wrapped).items()}, optimizer.state_dict()
-            wrapped, optimizer = made(strategy)
+            wrapped, optimizer = trainable(strategy)
             with FullyShardedDataParallel.summon_full_params(wrapped):
                 for name, parameter in wrapped.named_parameters():
                     parameter.data.copy_(weights[canonical_name(name)])
@@ -85,24 +85,24 @@ def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float
         for name, (_, gradient) in whole(wrapped).items():
             alone.get_parameter(name).grad = gradient
         norms = optimizer.clip_grad_norm_(0.1)
-        theirs = other.clip_grad_norm_(0.1)
+        norm_alone = other.clip_grad_norm_(0.1)
         optimizer.step()
         other.step()
-        found += [
+        differing += [
             f"{name} after step {step}"
             for name, (value, _) in whole(wrapped).items()
             if not torch.equal(value, alone.get_parameter(name))
         ]
     described = [line for line in str(optimizer.explain()).splitlines() if "flat×" in line]
-    return found, described, float(norms) - float(theirs)
+    return differing, described, float(norms) - float(norm_alone)
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("FULL_SHARD", 2), ("NO_SHARD", 2), ("SHARD_GRAD_OP", 4), ("HYBRID_SHARD", 4)]
 )
 def test_fsdp1_has_the_bits_of_one_process_saved_in_the_middle(workers, strategy: str, ranks: int) -> None:
-    for found, described, apart in workers(ranks).run(train_beside_one_process, strategy):
-        assert found == []
+    for differing, described, apart in workers(ranks).run(train_beside_one_process, strategy):
+        assert differing == []
         assert bool(described) == (strategy != "NO_SHARD")
         assert abs(apart) < 1e-12  # ranks add squares in another order
 

@@ -90,8 +90,8 @@ def test_parameters_share_a_mesh(one_rank: dist.ProcessGroup) -> None:
 
 def test_a_dtensor_says_itself_where_it_lives(one_rank: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    own = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)]))
-    assert declared_layouts([("w", own)], tensor_parallel=one_rank, data_parallel=None) == {}
+    weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)]))
+    assert declared_layouts([("w", weight)], tensor_parallel=one_rank, data_parallel=None) == {}
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_what_cannot_be_declared_is_refused(
         "world": lambda: one_rank,
         "other": lambda: dist.GroupMember.NON_GROUP_MEMBER,  # what new_group gives to ranks it leaves out
     }
-    given: dict[str, Any] = {"tensor_parallel": one_rank, "data_parallel": None, **arguments}
-    given = {key: groups[value]() if isinstance(value, str) else value for key, value in given.items()}
+    settings: dict[str, Any] = {"tensor_parallel": one_rank, "data_parallel": None, **arguments}
+    settings = {key: groups[value]() if isinstance(value, str) else value for key, value in settings.items()}
     with pytest.raises(ValueError, match=message) as raised:
-        declared_layouts(parameters.items(), **given)
+        declared_layouts(parameters.items(), **settings)
     assert isinstance(raised.value, LayoutError)
     assert re.search(r": found .*; needed .*\. [A-Z]", str(raised.value))

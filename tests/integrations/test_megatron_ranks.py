@@ -39,7 +39,7 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
 }
 
 
-def said(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, whole: Tensor) -> Tensor:
+def local_part(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, whole: Tensor) -> Tensor:
     """The local tensor that the layout says a rank holds."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of("w", placements))
@@ -68,7 +68,9 @@ def differing(grid: list[list[int]]) -> list[str]:
     return [
         name
         for name, (mesh, placements) in layouts.items()
-        if not torch.equal(said(WEIGHTS[name][0], mesh, placements, dist.get_rank(), wholes[name]), parameters[name])
+        if not torch.equal(
+            local_part(WEIGHTS[name][0], mesh, placements, dist.get_rank(), wholes[name]), parameters[name]
+        )
     ]
 
 

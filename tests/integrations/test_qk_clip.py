@@ -91,14 +91,14 @@ def by_hand(model: Any) -> Tensor:
     x = layer.input_layernorm(model.model.embed_tokens(TOKENS))
     q, k = (p(x).view(*TOKENS.shape, -1, 4).transpose(1, 2) for p in (layer.self_attn.q_proj, layer.self_attn.k_proj))
     q, k = apply_rotary_pos_emb(q, k, *model.model.rotary_emb(x, torch.arange(9)[None]))
-    found = torch.full((6,), -torch.inf)
+    largest = torch.full((6,), -torch.inf)
     for batch in range(3):
         for head in range(6):
             for i in range(9):
                 for j in range(i + 1):
                     logit = (q[batch, head, i] @ k[batch, head * k.shape[1] // 6, j]) / 2
-                    found[head] = torch.maximum(found[head], logit)
-    return found.detach()
+                    largest[head] = torch.maximum(largest[head], logit)
+    return largest.detach()
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     expected = logits.masked_fill(~lower, -torch.inf).amax((0, 2, 3))
     added = torch.zeros(2, 1, 7, 7).masked_fill(~lower, torch.finfo(torch.float32).min)
     block = create_block_mask(lambda b, h, i, j: i >= j, None, None, 7, 7, device="cpu")
-    for at_once in (1 << 24, 2 * 4 * 7 * 2):
-        monkeypatch.setattr(attention_module, "AT_ONCE", at_once)
+    for limit in (1 << 24, 2 * 4 * 7 * 2):
+        monkeypatch.setattr(attention_module, "AT_ONCE", limit)
         for mask in (lower[None, None], added, block):
             torch.testing.assert_close(largest_logits(q, k, scale=0.5, mask=mask), expected)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5, causal=True), expected)
@@ -154,8 +154,8 @@ def test_an_optimizers_splits_say_which_rows_make_queries_where_nothing_else_doe
     model = nn.ModuleDict({"mix": OwnAttention(), "head": nn.Linear(8, 3)})
     with pytest.raises(ValueError, match="q, k, v in one weight, split as 'whole'"):
         mm.QKClip(model, optimizer=mm.from_model(model))
-    said = {"mix.qkv.weight": {"algorithm": "muon", "matrices": ("rows", 8, 8, 8)}}
-    clip = mm.QKClip(model, optimizer=mm.from_model(model, overrides=said))
+    overrides = {"mix.qkv.weight": {"algorithm": "muon", "matrices": ("rows", 8, 8, 8)}}
+    clip = mm.QKClip(model, optimizer=mm.from_model(model, overrides=overrides))
     ((attention, _),) = clip._attentions.values()
     weight = [(row.low, row.high, row.head) for row in attention.rows if row.name.endswith("weight")]
     assert weight == [(0, 4, 0), (4, 8, 1), (8, 12, 0), (12, 16, 1)]
@@ -295,7 +295,7 @@ def test_optimizer_and_clip_are_freed_without_a_collection() -> None:
         stepped(model, optimizer)
         watched = weakref.ref(optimizer), weakref.ref(clip)
         del optimizer, clip
-        assert [each() for each in watched] == [None, None]
+        assert [reference() for reference in watched] == [None, None]
         mm.QKClip(model, threshold=10.0)  # nothing clips it any more
     finally:
         gc.enable()
@@ -313,8 +313,8 @@ def exact(model: nn.Module, padding: Tensor | None = None) -> dict[str, Tensor]:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         keys = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
         logits = torch.einsum("bhqd,bhkd->bhqk", query.double(), keys) * kwargs["scaling"]
-        seen = torch.ones(9, 9, dtype=torch.bool).tril() if mask is None else mask
-        LOGITS[id(module)] = torch.where(seen, logits, -torch.inf).amax((0, 2, 3)).detach()
+        visible = torch.ones(9, 9, dtype=torch.bool).tril() if mask is None else mask
+        LOGITS[id(module)] = torch.where(visible, logits, -torch.inf).amax((0, 2, 3)).detach()
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
     AttentionInterface.register("oracle", attention)
@@ -326,7 +326,9 @@ def exact(model: nn.Module, padding: Tensor | None = None) -> dict[str, Tensor]:
     return {name: LOGITS[id(m)] for name, m in twin.named_modules() if id(m) in LOGITS}
 
 
-def told(model: nn.Module, padding: Tensor | None = None, threshold: float = 1e9) -> tuple[Mapping[str, Tensor], str]:
+def clip_results(
+    model: nn.Module, padding: Tensor | None = None, threshold: float = 1e9
+) -> tuple[Mapping[str, Tensor], str]:
     """What a QKClip notes in one forward pass, and what it says of it."""
     clip = mm.QKClip(model, threshold=threshold, example=EXAMPLE)
     model(input_ids=TOKENS, attention_mask=padding, use_cache=False)
@@ -340,23 +342,23 @@ def test_the_log_sum_exp_bounds_the_largest_logit(family: str, padding: Tensor |
     """Of torch's flash attention on a CPU: never below, and at most ln n above."""
     model = build(family)
     largest = exact(model, padding)
-    bounds, said = told(model, padding)
+    bounds, explanation = clip_results(model, padding)
     assert list(bounds) == list(largest)
     for name, bound in bounds.items():
         above = bound.double() - largest[name]
         # To the rounding of fp32; a query that sees no key has 0 in torch's kernel on a CPU.
         assert bool((above > -1e-5 * largest[name].abs()).all()), above
         assert bool((above < math.log(9)).all() | (bound == 0).any()), above
-    assert said.count("bound, the kernel's log-sum-exp") == 2
+    assert explanation.count("bound, the kernel's log-sum-exp") == 2
 
 
 def test_without_a_fast_kernel_logits_are_computed_once_more() -> None:
     for model in (build("deepseek"), build("llama", "eager")):
         largest = exact(model)
-        found, said = told(model)
-        for name, each in found.items():
-            torch.testing.assert_close(each.double(), largest[name], rtol=1e-5, atol=1e-5)
-        assert said.count("exact, computed once more") == 2
+        by_layer, explanation = clip_results(model)
+        for name, logits in by_layer.items():
+            torch.testing.assert_close(logits.double(), largest[name], rtol=1e-5, atol=1e-5)
+        assert explanation.count("exact, computed once more") == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "grouped", "deepseek, square"])
@@ -364,7 +366,7 @@ def test_no_logit_stays_above_the_threshold_and_few_go_further_below(family: str
     model = build(family)
     name, before = next(iter(exact(model).items()))
     threshold = float(before.sort().values[2:4].mean())
-    bound = told(model, threshold=threshold)[0][name].double()
+    bound = clip_results(model, threshold=threshold)[0][name].double()
     after = exact(model)[name]
     high = bound > threshold
     assert bool(high.any())
@@ -372,18 +374,18 @@ def test_no_logit_stays_above_the_threshold_and_few_go_further_below(family: str
     assert bool((after[high] >= before[high] * threshold / bound[high] * (1 - 1e-4)).all())
     torch.testing.assert_close(after[~high], before[~high], rtol=1e-6, atol=0)
     for _ in range(40):  # at rest no logit is further below the threshold than ln n
-        told(model, threshold=threshold)
+        clip_results(model, threshold=threshold)
     rest = exact(model)[name]
     assert bool((rest >= torch.minimum(before, torch.tensor(threshold - math.log(9))) * (1 - 1e-4)).all())
-    assert bool((told(model)[0][name] <= threshold * (1 + 1e-3)).all())
+    assert bool((clip_results(model)[0][name] <= threshold * (1 + 1e-3)).all())
 
 
 def test_layers_without_a_softmax_are_left_out_and_named() -> None:
     model = build("hybrid")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found, said = told(model, threshold=1e-3)
-    assert list(found) == ["model.layers.1.self_attn"]
-    assert said.endswith("left out, without a softmax: model.layers.0.self_attn")
+    by_layer, explanation = clip_results(model, threshold=1e-3)
+    assert list(by_layer) == ["model.layers.1.self_attn"]
+    assert explanation.endswith("left out, without a softmax: model.layers.0.self_attn")
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"model.layers.1.self_attn.q_proj.weight"}
 
@@ -461,8 +463,8 @@ def packed_forward(q: Tensor, k: Tensor, v: Tensor, starts: list[int], scale: fl
     """Sequences one after the other, by the name and with the results of flash-attn's operator: lse is (heads, all)."""
     results = []
     for low, high in itertools.pairwise(starts):
-        some = (x[low:high].transpose(0, 1)[None] for x in (q, k, v))
-        results.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*some, is_causal=True, scale=scale))
+        inputs = (x[low:high].transpose(0, 1)[None] for x in (q, k, v))
+        results.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, is_causal=True, scale=scale))
     output = torch.cat([result[0][0].transpose(0, 1) for result in results])
     return output, torch.cat([result[1][0] for result in results], 1).contiguous()
 
@@ -503,12 +505,12 @@ def test_an_implementation_that_is_not_known_is_seen_by_its_kernel() -> None:
     model: Any = build("llama", "packed")
     largest = exact(model)
     with torch.no_grad():
-        told(model)  # nothing is seen without a graph
-    bounds, said = told(model.requires_grad_(False))
+        clip_results(model)  # nothing is seen without a graph
+    bounds, explanation = clip_results(model.requires_grad_(False))
     assert model.config._attn_implementation == "packed"
     for name, bound in bounds.items():
         assert bool((bound >= largest[name] * (1 - 1e-6)).all() & (bound <= largest[name] + math.log(9)).all())
-    assert said.count("bound, the kernel's log-sum-exp") == 2
+    assert explanation.count("bound, the kernel's log-sum-exp") == 2
 
 
 def test_an_implementation_that_tells_nothing_is_an_error() -> None:

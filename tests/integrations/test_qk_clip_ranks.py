@@ -23,17 +23,17 @@ def logits(layer: int, rank: int) -> Tensor:
     return torch.rand(8, generator=torch.Generator().manual_seed(10 * layer + rank)) * 200
 
 
-def own(largest: Tensor, layout: str) -> Tensor:
+def heads_of_rank(largest: Tensor, layout: str) -> Tensor:
     """What this rank computes of these: under tensor parallelism its own heads."""
     ranks = {"tp": 4, "fsdp x tp": 2}.get(layout, 1)
     return largest.chunk(ranks)[dist.get_rank() % ranks]
 
 
 def clipped(layout: str) -> list[str]:
-    held, alone = models.hold("llama", layout), models.build("llama")
+    placed, alone = models.hold("llama", layout), models.build("llama")
     world = dist.get_world_size()
     results = []
-    for model, group in ((held.model, held.process_group), (alone, "local")):
+    for model, group in ((placed.model, placed.process_group), (alone, "local")):
         optimizer = mm.from_model(model, lr=0.01, process_group=group)
         clip = mm.QKClip(model, threshold=100.0, optimizer=optimizer)
         for step in range(2):
@@ -42,11 +42,11 @@ def clipped(layout: str) -> list[str]:
                 p.grad = problem.placed_like(p, torch.randn(p.shape, generator=gradients))
             for layer in range(2):
                 if model is alone:  # has seen all
-                    every = torch.stack([logits(layer, seen(layout, rank, world)) for rank in range(world)])
+                    every = torch.stack([logits(layer, source_of(layout, rank, world)) for rank in range(world)])
                     clip.record(alone.get_submodule(MODULES[layer]), every.amax(0))
                 else:
-                    mine = own(logits(layer, seen(layout, dist.get_rank(), world)), layout)
-                    clip.record(model.get_submodule(MODULES[layer]), mine)
+                    local = heads_of_rank(logits(layer, source_of(layout, dist.get_rank(), world)), layout)
+                    clip.record(model.get_submodule(MODULES[layer]), local)
             optimizer.step()
         results.append({name: problem.whole(p) for name, p in model.named_parameters()})
         results[-1] |= {f"{name} noted": largest for name, largest in clip.largest.items()}
@@ -71,7 +71,7 @@ def test_a_logit_that_is_no_number_is_seen_by_all_ranks(workers, bad: float) -> 
     assert workers(2).run(with_nan, bad) == [(False, [float("inf")] * 8)] * 2
 
 
-def seen(layout: str, rank: int, world: int) -> int:
+def source_of(layout: str, rank: int, world: int) -> int:
     """Which data a rank has: those of one tensor-parallel group have the same."""
     return {"tp": 0, "fsdp x tp": rank // 2}.get(layout, rank)
 
@@ -83,18 +83,18 @@ def test_weights_are_clipped_bit_for_bit(workers, layout: str) -> None:
 
 def forward(layout: str) -> list[float]:
     """How far the logits noted in a real forward pass are from those of one process, relative to the largest."""
-    held, alone = models.hold("llama", layout), models.build("llama")
-    found = []
-    for model in (held.model, alone):
+    placed, alone = models.hold("llama", layout), models.build("llama")
+    largest = []
+    for model in (placed.model, alone):
         clip = mm.QKClip(model.train())
         batch = models.tokens(0, 4, 6)
-        model(input_ids=batch if model is alone else held.own(batch), use_cache=False)
-        if model is held.model:
+        model(input_ids=batch if model is alone else placed.own(batch), use_cache=False)
+        if model is placed.model:
             clip.step()
-            found.append(clip.largest)
+            largest.append(clip.largest)
         else:
-            found.append({name: clip._largest.view(2, 8)[layer] for layer, name in enumerate(MODULES)})
-    return [float((found[0][name] - found[1][name]).abs().max() / found[1][name].abs().max()) for name in MODULES]
+            largest.append({name: clip._largest.view(2, 8)[layer] for layer, name in enumerate(MODULES)})
+    return [float((largest[0][name] - largest[1][name]).abs().max() / largest[1][name].abs().max()) for name in MODULES]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tp"])
@@ -111,19 +111,19 @@ def parts_of_a_sequence() -> tuple[list[float], list[float]]:
     clip = mm.QKClip(model)
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 8, 32, 8, generator=generator) * 4 for _ in range(3))
-    own = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
+    part = slice(8 * dist.get_rank(), 8 * dist.get_rank() + 8)
     causal = torch.ones(32, 32, dtype=torch.bool).tril()
     with clip.watching(module):
-        scaled_dot_product_attention(q[:, :, own], k, v, attn_mask=causal[own])
+        scaled_dot_product_attention(q[:, :, part], k, v, attn_mask=causal[part])
     clip.step()
     logits = torch.einsum("bhqd,bhkd->bhqk", q.double(), k.double()) * 8**-0.5
     return clip.largest[MODULES[0]].tolist(), logits.masked_fill(~causal, -torch.inf).amax((0, 2, 3)).tolist()
 
 
 def test_ranks_that_hold_parts_of_a_sequence_bound_it_together(workers) -> None:
-    found = workers(4).run(parts_of_a_sequence)
-    assert all(bounds == found[0][0] for bounds, _ in found)
-    for bound, largest in zip(*found[0], strict=True):
+    results = workers(4).run(parts_of_a_sequence)
+    assert all(bounds == results[0][0] for bounds, _ in results)
+    for bound, largest in zip(*results[0], strict=True):
         assert largest * (1 - 1e-6) <= bound <= largest + math.log(32)
 
 
@@ -148,13 +148,13 @@ def clipped_once(order: str) -> tuple[list[Tensor], str]:
     """
     torch.manual_seed(0)
     model, example = nn.Sequential(nn.Linear(8, 8), FusedAttention(), nn.Linear(8, 3)), (torch.randn(2, 5, 8),)
-    groups, attention, told = mm.split_params(model, example=example), model[1], ""
+    groups, attention, message = mm.split_params(model, example=example), model[1], ""
     clip = None if order == "before" else mm.QKClip(model, threshold=1.0, example=example)
     if order != "alone":
         fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
         with pytest.raises(ValueError, match="sharded") as caught:
             mm.QKClip(model, example=example)
-        told = str(caught.value)
+        message = str(caught.value)
     optimizer = mm.Muon(groups.held_by(model), process_group="local" if order == "alone" else None)
     if clip is None:
         clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
@@ -165,14 +165,14 @@ def clipped_once(order: str) -> tuple[list[Tensor], str]:
     optimizer.step()
     if order != "before":
         clip.step()
-    return [problem.whole(p) for p in model.parameters()], told
+    return [problem.whole(p) for p in model.parameters()], message
 
 
 def test_a_clip_with_an_example_is_made_before_the_model_is_sharded(workers) -> None:
     pool = workers(2)
     alone = pool.run(clipped_once, "alone")
     for order in ("after", "before"):
-        for (expected, _), (weights, told) in zip(alone, pool.run(clipped_once, order), strict=True):
+        for (expected, _), (weights, message) in zip(alone, pool.run(clipped_once, order), strict=True):
             assert all(map(torch.equal, weights, expected)), order
-            assert told.startswith("QKClip: found example= for a model that is sharded"), told
-            assert "Make the QKClip before the model is sharded" in told
+            assert message.startswith("QKClip: found example= for a model that is sharded"), message
+            assert "Make the QKClip before the model is sharded" in message

@@ -97,13 +97,13 @@ def differing(case: str) -> list[str]:
     wholes = {
         name: torch.arange(torch.Size(shape).numel()).reshape(shape).float() for name, (shape, *_) in weights.items()
     }
-    held = {
+    parameters = {
         name: stamped(wholes[name] if dim is None else shard(wholes[name], dim, pieces, dist.get_rank(), 2), attributes)
         for name, (_, dim, pieces, attributes) in weights.items()
     }
-    layouts = declared_layouts(held.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
+    layouts = declared_layouts(parameters.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
     layouts |= {name: (layouts[name][0], [placement]) for name, placement in corrected.items()}
-    found = []
+    names = []
     for name, (mesh, placements) in layouts.items():
         shape = tuple(wholes[name].shape)
         layout = MeshLayout(shape, tuple(mesh.mesh.shape), (0, 1), placements_of(name, placements))
@@ -111,9 +111,9 @@ def differing(case: str) -> list[str]:
         for block in layout.blocks(dist.get_rank()):
             box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
             local.as_strided(block.region.shape, block.strides, block.start).copy_(wholes[name][box])
-        if not torch.equal(local, held[name]):
-            found.append(name)
-    return found
+        if not torch.equal(local, parameters[name]):
+            names.append(name)
+    return names
 
 
 @pytest.mark.parametrize("case", CLASSES)

@@ -36,10 +36,10 @@ class Weights(TrainerCallback):
     """Keeps the weights before the first step and after each."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Tensor]] = []
+        self.snapshots: list[dict[str, Tensor]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        self.seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        self.snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
 
     on_step_end = on_train_begin
 
@@ -51,7 +51,7 @@ class ClipOurs(TrainerCallback):
         optimizer.optimizer.clip_grad_norm_(1e-6)
 
 
-def ours(model: nn.Module) -> torch.optim.Optimizer:
+def muon_of(model: nn.Module) -> torch.optim.Optimizer:
     return mm.from_model(model, lr=LR, weight_decay=0.0, compute_dtype=torch.float32)
 
 
@@ -94,7 +94,7 @@ def train(
     callbacks = [weights, *more]
     trainer = Trainer(model, arguments, train_dataset=Tokens(), optimizers=(build(model), None), callbacks=callbacks)
     trainer.train()
-    return weights.seen, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return weights.snapshots, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
 def limit(norm: float) -> float:
@@ -111,18 +111,18 @@ def strengths(clipped: list[dict[str, Tensor]], free: list[dict[str, Tensor]], *
         return [float((new[name] - old[name]).square().mean().sqrt()) for old, new in itertools.pairwise(weights)]
 
     names = [name for name in free[0] if name.endswith(MATRIX) == muon]
-    each = [[a / b for a, b in zip(sizes(clipped, name), sizes(free, name), strict=True)] for name in names]
-    return [list(step) for step in zip(*each, strict=True)]
+    ratios = [[a / b for a, b in zip(sizes(clipped, name), sizes(free, name), strict=True)] for name in names]
+    return [list(step) for step in zip(*ratios, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Tensor]], list[float]]:
-    return train(tmp_path_factory.mktemp("free"), ours, 0.0)
+    return train(tmp_path_factory.mktemp("free"), muon_of, 0.0)
 
 
 def test_the_trainers_clipping_cannot_stall_muon(free: Any, tmp_path: Path) -> None:
     weights, norms = free
-    clipped, clipped_norms = train(tmp_path, ours, limit(norms[0]))
+    clipped, clipped_norms = train(tmp_path, muon_of, limit(norms[0]))
     assert len(norms) == len(clipped_norms) == STEPS
     assert clipped_norms[0] == norms[0], "what the Trainer logs is the norm before clipping"
     assert all(limit(norms[0]) / norm < 1e-8 for norm in clipped_norms)
@@ -150,7 +150,7 @@ def test_the_same_clipping_stalls_torchs_muon(free: Any, tmp_path: Path) -> None
 
 def test_our_clipping_as_a_callback_instead_of_the_trainers(free: Any, tmp_path: Path) -> None:
     weights, norms = free
-    clipped, clipped_norms = train(tmp_path, ours, 0.0, ClipOurs())
+    clipped, clipped_norms = train(tmp_path, muon_of, 0.0, ClipOurs())
     assert clipped_norms[0] == norms[0]
     # AdamW's gradients are clipped, in fact so far that its ε shows; Muon's not at all.
     for name in weights[0]:

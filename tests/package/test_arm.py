@@ -55,10 +55,10 @@ def test_a_processor_takes_its_variant(arm: Path, processor: str, variant: str) 
 
 def test_both_variants_agree_with_fp64_and_have_the_bits_of_this_processor(arm: Path, tmp_path: Path) -> None:
     """300 random sizes: strides, batches, parts, symmetric results, rows below 2^-126, NaN and inf."""
-    here = tmp_path / "driver"
+    driver = tmp_path / "driver"
     native = ["-march=x86-64-v3", "-DVARIANT=avx2"] if platform.machine() == "x86_64" else ["-DVARIANT=neon"]
-    call("cc", *OPTIONS, *native, KERNELS / "products.c", DRIVER, "-lm", "-o", here)
-    found = {"here": call(here, 7, 300).strip()}
-    found |= {variant: emulated("max", linked(arm, variant), 7, 300) for variant in ("neon", "bf16")}
-    assert len(set(found.values())) == 1, found
-    assert float(found["bf16"].split()[0]) < 1.01
+    call("cc", *OPTIONS, *native, KERNELS / "products.c", DRIVER, "-lm", "-o", driver)
+    outputs = {"here": call(driver, 7, 300).strip()}
+    outputs |= {variant: emulated("max", linked(arm, variant), 7, 300) for variant in ("neon", "bf16")}
+    assert len(set(outputs.values())) == 1, outputs
+    assert float(outputs["bf16"].split()[0]) < 1.01

@@ -47,16 +47,16 @@ def call(*command: object, cwd: Path | None = None, **variables: str) -> str:
     """Run a command without what this process has on its path; returns what it printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= variables
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    run = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def refused(*command: object, cwd: Path) -> str:
     """Run a command that ends with the status of wrong usage; returns what it says."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
-    return done.stderr
+    run = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
+    assert run.returncode == 2, run.stdout + run.stderr
+    return run.stderr
 
 
 def unpacked(folder: Path) -> Path:
@@ -100,17 +100,17 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_the_metadata_say_what_it_is(built: dict[str, Path]) -> None:
-    found = metadata(built["wheel"])
-    assert (found["Name"], found["Version"]) == ("muonmesh", PROJECT["version"])
-    assert found["License-Expression"] == "Apache-2.0"
-    assert found["Author"] == "The muonmesh developers"
-    assert 60 < len(found["Summary"]) < 512
-    assert "PyTorch" in found["Summary"]
-    assert re.search(rf"^version: {re.escape(found['Version'])}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert found["Requires-Python"] == ">=3.11"
-    assert found["Description-Content-Type"] == "text/markdown"
-    assert "Typing :: Typed" in found.get_all("Classifier")
-    required = [entry for entry in found.get_all("Requires-Dist") if "extra ==" not in entry]
+    fields = metadata(built["wheel"])
+    assert (fields["Name"], fields["Version"]) == ("muonmesh", PROJECT["version"])
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["Author"] == "The muonmesh developers"
+    assert 60 < len(fields["Summary"]) < 512
+    assert "PyTorch" in fields["Summary"]
+    assert re.search(rf"^version: {re.escape(fields['Version'])}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert fields["Requires-Python"] == ">=3.11"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert "Typing :: Typed" in fields.get_all("Classifier")
+    required = [entry for entry in fields.get_all("Requires-Dist") if "extra ==" not in entry]
     assert required == ["torch>=2.11"]
 
 
@@ -119,12 +119,12 @@ def links(text: str) -> set[str]:
 
 
 def test_the_description_links_to_nothing_that_only_the_repository_has(built: dict[str, Path]) -> None:
-    found = metadata(built["wheel"]).get_payload(decode=True).decode()
-    wanted = (ROOT / "README.md").read_text()
-    assert links(found) == {link for link in links(wanted) if link.startswith(("https:", "#"))}
-    assert re.findall(r"^#.*|^```.*", found, re.MULTILINE) == re.findall(r"^#.*|^```.*", wanted, re.MULTILINE)
-    for words, _ in re.findall(r"(?<!!)\[([^\]]+)\]\((docs/[^)]+)\)", wanted):
-        assert words in found  # the words of a link stay
+    description = metadata(built["wheel"]).get_payload(decode=True).decode()
+    readme = (ROOT / "README.md").read_text()
+    assert links(description) == {link for link in links(readme) if link.startswith(("https:", "#"))}
+    assert re.findall(r"^#.*|^```.*", description, re.MULTILINE) == re.findall(r"^#.*|^```.*", readme, re.MULTILINE)
+    for words, _ in re.findall(r"(?<!!)\[([^\]]+)\]\((docs/[^)]+)\)", readme):
+        assert words in description  # the words of a link stay
 
 
 def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> None:
@@ -144,10 +144,10 @@ def library(wheel: Path, folder: Path) -> Path:
         return Path(archive.extract("muonmesh/numerics/kernels/products.so", folder))
 
 
-def told_here(built: Path, what: str) -> str:
+def told_here(built: Path, function: str) -> str:
     """The "variant" that this processor would take, or why it cannot use "tiles"."""
     code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1])[sys.argv[2]]; f.restype = ctypes.c_char_p; print(f())"
-    return call(sys.executable, "-c", code, built, f"muonmesh_{what}")
+    return call(sys.executable, "-c", code, built, f"muonmesh_{function}")
 
 
 def test_the_library_has_every_variant(built: dict[str, Path], tmp_path: Path) -> None:
@@ -205,12 +205,12 @@ def test_without_a_compiler_it_installs_and_torch_multiplies(clean: Path, tmp_pa
         code = STEP.replace(', kernels="compiled"', "")
         assert code != STEP
         assert call(clean, "-c", code, cwd=tmp_path).strip() == PROJECT["version"]
-        doctor = "from muonmesh.tools.cli.installation import products_here; print(products_here().found)"
-        told = call(clean, "-c", doctor, cwd=tmp_path)
+        doctor = "from muonmesh.tools.cli.installation import products_here; print(products_here().result)"
+        message = call(clean, "-c", doctor, cwd=tmp_path)
     finally:
         call(*pip, "uninstall", "--quiet", "--yes", "muonmesh", "typer")
-    assert "none. Found no products.so in the package" in told
-    assert "torch multiplies. To have them, build the package where there is a C compiler" in told
+    assert "none. Found no products.so in the package" in message
+    assert "torch multiplies. To have them, build the package where there is a C compiler" in message
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])

@@ -36,10 +36,10 @@ def trained() -> tuple[torch.nn.Module, mm.Muon]:
 
 def outcome(load: Callable[[], Any], right: Any) -> str:
     try:
-        found = load()
+        content = load()
     except FileError as error:
         return "refused" if "\n" not in str(error) else f"two lines: {error}"
-    return "equal" if same_bits(right, found) else "other"
+    return "equal" if same_bits(right, content) else "other"
 
 
 def save_whole(folder: Path) -> Any:
@@ -53,24 +53,24 @@ def save_whole(folder: Path) -> Any:
 def of_saved(root: Path, count: int) -> Counter[str]:
     (root / "whole").mkdir()
     right = save_whole(root / "whole")
-    made = Counter[str]()
+    outcomes = Counter[str]()
     for number in range(count):
         folder = shutil.copytree(root / "whole", root / str(number))
-        what = mutate(folder, ["state.pt"], root / "outside", number)
-        found = outcome(lambda folder=folder: read_archive(folder / "state.pt"), right)
-        assert found in ("refused", "equal"), (number, what, found)
-        made[found] += 1
+        mutation = mutate(folder, ["state.pt"], root / "outside", number)
+        result = outcome(lambda folder=folder: read_archive(folder / "state.pt"), right)
+        assert result in ("refused", "equal"), (number, mutation, result)
+        outcomes[result] += 1
         shutil.rmtree(folder)
-    return made
+    return outcomes
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.soak)])
 def test_a_mutated_file_is_refused_or_harmless(count: int, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
-    made = alone(of_saved, tmp_path, count, timeout=1800.0)
-    assert count // 4 <= made["refused"] < count
+    outcomes = alone(of_saved, tmp_path, count, timeout=1800.0)
+    assert count // 4 <= outcomes["refused"] < count
     assert not (tmp_path / "outside" / "mark").exists(), "something ran"
-    print(f"a full state dict: {count} mutations of seeds 0 to {count - 1}: {dict(made)}")
+    print(f"a full state dict: {count} mutations of seeds 0 to {count - 1}: {dict(outcomes)}")
 
 
 @pytest.mark.parametrize("reader", ["read_archive", "convert"])
@@ -96,9 +96,9 @@ def bombed(root: Path, inflated: int) -> tuple[str, int]:
     Returns:
         What looking at it says, and by how many bytes the largest memory of the process grew meanwhile.
     """
-    file, made = root / "saved", io.BytesIO()
+    file, archive = root / "saved", io.BytesIO()
     torch.save({"weight": torch.ones(3)}, file)
-    with zipfile.ZipFile(file) as before, zipfile.ZipFile(made, "w") as after:
+    with zipfile.ZipFile(file) as before, zipfile.ZipFile(archive, "w") as after:
         for record in before.infolist():
             info = zipfile.ZipInfo(record.filename)
             info.compress_type = zipfile.ZIP_DEFLATED
@@ -108,14 +108,14 @@ def bombed(root: Path, inflated: int) -> tuple[str, int]:
                         written.write(bytes(1 << 20))
                 else:
                     written.write(before.read(record))
-    file.write_bytes(made.getvalue())
+    file.write_bytes(archive.getvalue())
     begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (told,) = diagnose(file).faults
-    return told, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) << 10
+    (fault,) = diagnose(file).faults
+    return fault, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) << 10
 
 
 def test_a_record_that_inflates_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
-    told, grown = alone(bombed, tmp_path, 1 << 30)
+    fault, grown = alone(bombed, tmp_path, 1 << 30)
     assert (tmp_path / "saved").stat().st_size < 1 << 23
-    assert "records that torch.save does not write" in told, told
-    assert grown < 1 << 27, f"{told}: {grown} bytes"
+    assert "records that torch.save does not write" in fault, fault
+    assert grown < 1 << 27, f"{fault}: {grown} bytes"

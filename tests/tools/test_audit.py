@@ -31,11 +31,11 @@ COVERS = (
 @pytest.mark.parametrize("shape", [(12, 40), (96, 32), (300, 300), (1, 9)])
 def test_polar_factors_are_those_of_an_fp64_svd(shape: tuple[int, int]) -> None:
     gradient = probing_gradient("w", shape, torch.device("cpu"))
-    left, values, right = torch.linalg.svd(gradient.double(), full_matrices=False)
-    kept = int((values > 1e-6 * values[0]).sum())
-    assert kept == max(1, min(64, shape[0] // 2, shape[1] // 2))
-    mine, its = polar(gradient)
-    assert torch.allclose((mine @ its).double(), left[:, :kept] @ right[:kept], atol=2e-3)
+    u, values, vh = torch.linalg.svd(gradient.double(), full_matrices=False)
+    rank = int((values > 1e-6 * values[0]).sum())
+    assert rank == max(1, min(64, shape[0] // 2, shape[1] // 2))
+    first, second = polar(gradient)
+    assert torch.allclose((first @ second).double(), u[:, :rank] @ vh[:rank], atol=2e-3)
     assert torch.equal(gradient, probing_gradient("w", shape, torch.device("cpu")))
     assert not torch.equal(gradient, probing_gradient("v", shape, torch.device("cpu")))
 
@@ -43,11 +43,11 @@ def test_polar_factors_are_those_of_an_fp64_svd(shape: tuple[int, int]) -> None:
 def test_polar_factors_of_parts_are_put_where_the_parts_are() -> None:
     whole = probing_gradient("w", (24, 16), torch.device("cpu"))
     for spec, parts in ((("rows", 8, 16), (whole[:8], whole[8:])), (("interleaved", 2, 0), (whole[::2], whole[1::2]))):
-        both = torch.stack([whole, torch.zeros_like(whole)])
-        found, _ = of_matrices(split_matrices("w", (24, 16), spec), both, torch.clone)
-        placed = (found[:8], found[8:]) if spec[0] == "rows" else (found[::2], found[1::2])
-        for mine, part in zip(placed, parts, strict=True):
-            assert torch.allclose(mine, torch.matmul(*polar(part)), atol=1e-5)
+        updates = torch.stack([whole, torch.zeros_like(whole)])
+        factors, _ = of_matrices(split_matrices("w", (24, 16), spec), updates, torch.clone)
+        placed = (factors[:8], factors[8:]) if spec[0] == "rows" else (factors[::2], factors[1::2])
+        for factor, part in zip(placed, parts, strict=True):
+            assert torch.allclose(factor, torch.matmul(*polar(part)), atol=1e-5)
 
 
 # ------------------------------------------------------------------ what it says
@@ -87,18 +87,18 @@ def test_it_says_the_same_under_autocast() -> None:
     model = Net()
     optimizer = mm.from_model(model, lr=1e-3, compute_dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found = mm.audit(optimizer, model).to_dict()
-    assert found == mm.audit(optimizer, model).to_dict()
+        report = mm.audit(optimizer, model).to_dict()
+    assert report == mm.audit(optimizer, model).to_dict()
 
 
 def test_of_torchs_muon_it_sees_the_fused_matrix_and_the_embedding() -> None:
     model = Net()
     report = mm.audit(torchs(model), model)
-    found = verdicts(report)
-    assert (found["attn.in_proj_weight"], found["up.weight"]) == ("as one matrix", "orthogonalized")
+    by_name = verdicts(report)
+    assert (by_name["attn.in_proj_weight"], by_name["up.weight"]) == ("as one matrix", "orthogonalized")
     assert report.scale == "original"
     assert not report.ok
-    matrices = [one for one in model.parameters() if one.ndim == 2]
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2]
     rows = {row.weight: row for row in mm.audit(torch.optim.Muon(matrices), model).rows}
     assert rows["embed.weight"].verdict == "orthogonalized"
     assert "embedding" in rows["embed.weight"].mend
@@ -142,9 +142,9 @@ class Blocks(Optimizer):
 def test_blocks_and_steps_of_another_size_are_told() -> None:
     model = nn.ModuleDict({name: nn.Linear(24, 24, bias=False) for name in ("a", "b", "c")})
     a, b, c = model.parameters()
-    both = [Blocks([a], halves=1), Blocks([b], halves=2), Blocks([c], halves=1, times=2.0)]
+    blocks = [Blocks([a], halves=1), Blocks([b], halves=2), Blocks([c], halves=1, times=2.0)]
     rows = {
-        row.weight: row for row in mm.audit(both, model, groups=mm.split_params(model, overrides={".*": "muon"})).rows
+        row.weight: row for row in mm.audit(blocks, model, groups=mm.split_params(model, overrides={".*": "muon"})).rows
     }
     assert [row.verdict for row in rows.values()] == ["orthogonalized", "in blocks", "orthogonalized"]
     assert rows["b.weight"].matrices == 2
@@ -275,10 +275,10 @@ def test_gradients_that_never_arrive_and_clipping_that_crushes_are_told() -> Non
     matrices = [row for row in mm.audit(optimizers, model).rows if row.weight in MATRICES]
     assert all(row.strength < 0.5 for row in matrices)
     assert "crushed" in matrices[1].mend
-    ours = [row for row in mm.audit(mm.Muon(groups), model, groups=groups).rows if row.weight in MATRICES]
-    assert all(0.95 < row.strength < 1.05 for row in ours), ours
+    muonmesh_rows = [row for row in mm.audit(mm.Muon(groups), model, groups=groups).rows if row.weight in MATRICES]
+    assert all(0.95 < row.strength < 1.05 for row in muonmesh_rows), muonmesh_rows
     exact = float(model.up.weight.grad.double().norm())  # type: ignore[union-attr]
-    assert next(row.gradient for row in ours if row.weight == "up.weight") == pytest.approx(exact)
+    assert next(row.gradient for row in muonmesh_rows if row.weight == "up.weight") == pytest.approx(exact)
 
 
 # ------------------------------------------------------------------ no trace
@@ -296,38 +296,38 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 
 def trained(name: str, *, audited: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
     model = Net()
-    made = MAKERS[name](model)
-    optimizers = made if isinstance(made, list) else [made]
-    schedules = [torch.optim.lr_scheduler.StepLR(one, 2) for one in optimizers]
+    optimizer = MAKERS[name](model)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    schedules = [torch.optim.lr_scheduler.StepLR(member, 2) for member in optimizers]
     for step in range(5):
-        for one in optimizers:
-            one.zero_grad()
+        for member in optimizers:
+            member.zero_grad()
         backward(model)
         if audited and step in (0, 3):
-            gradients = [(one.grad, one.grad.clone()) for one in model.parameters() if one.grad is not None]
+            gradients = [(weight.grad, weight.grad.clone()) for weight in model.parameters() if weight.grad is not None]
             random = torch.get_rng_state()
-            mm.audit(made, model)
+            mm.audit(optimizer, model)
             assert torch.equal(random, torch.get_rng_state())
-            for one, (kept, was) in zip(model.parameters(), gradients, strict=True):
-                assert one.grad is kept
-                assert torch.equal(kept, was)
-        for one, schedule in zip(optimizers, schedules, strict=True):
-            one.step()
+            for weight, (gradient, before) in zip(model.parameters(), gradients, strict=True):
+                assert weight.grad is gradient
+                assert torch.equal(gradient, before)
+        for member, schedule in zip(optimizers, schedules, strict=True):
+            member.step()
             schedule.step()
-    return [one.detach() for one in model.parameters()], [one.state_dict() for one in optimizers]
+    return [weight.detach() for weight in model.parameters()], [member.state_dict() for member in optimizers]
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_training_that_is_audited_goes_on_bit_for_bit(name: str) -> None:
     weights, states = trained(name, audited=True)
-    plain, kept = trained(name, audited=False)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, plain, strict=True))
-    for state, before in zip(states, kept, strict=True):
+    plain_weights, plain_states = trained(name, audited=False)
+    assert all(torch.equal(weight, plain_weight) for weight, plain_weight in zip(weights, plain_weights, strict=True))
+    for state, before in zip(states, plain_states, strict=True):
         assert str(state["param_groups"]) == str(before["param_groups"])
         assert state["state"].keys() == before["state"].keys()
-        for key, held in state["state"].items():
-            for what, value in held.items():
-                other = before["state"][key][what]
+        for key, entry in state["state"].items():
+            for field, value in entry.items():
+                other = before["state"][key][field]
                 assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
@@ -348,7 +348,7 @@ def test_an_optimizer_that_raises_is_told_and_leaves_no_trace() -> None:
     assert report.raised == "RuntimeError: no such kernel"
     assert set(verdicts(report).values()) == {"raises"}
     assert not report.ok
-    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_closures_sparse_gradients_and_tied_weights() -> None:
@@ -361,8 +361,8 @@ def test_closures_sparse_gradients_and_tied_weights() -> None:
     rows = mm.audit([sparse, torch.optim.Muon([tied["up"].weight])], tied).rows
     assert {row.weight: row.verdict for row in rows}["embed.weight"] == "elementwise"
     tied["up"].weight = tied["embed"].weight
-    found = verdicts(mm.audit(torch.optim.AdamW(tied.parameters()), tied))
-    assert sorted(found) == ["embed.weight", "up.bias"]
+    by_name = verdicts(mm.audit(torch.optim.AdamW(tied.parameters()), tied))
+    assert sorted(by_name) == ["embed.weight", "up.bias"]
 
 
 def test_what_cannot_be_stepped_is_refused() -> None:
@@ -380,6 +380,6 @@ def test_the_report_has_whole_names_and_fits_json() -> None:
     model = nn.ModuleDict({long: Net()})
     report = mm.audit(torchs(model[long]), model)
     assert f"\n{long}.up.weight  " in str(report)
-    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert len(found["rows"]) == len(report.rows)
-    assert found["ok"] is False
+    content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert len(content["rows"]) == len(report.rows)
+    assert content["ok"] is False

@@ -57,26 +57,26 @@ def sharded(kind: str) -> nn.Module:
 
 def stored_weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """What this rank has of the weights and of their state."""
-    held = [what for state in optimizer.state.values() for what in state.values() if isinstance(what, Tensor)]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in (*(p.detach() for p in model.parameters()), *held)]
+    states = [entry for state in optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (*(p.detach() for p in model.parameters()), *states)]
 
 
 def audited(kind: str) -> dict[str, dict[str, str]]:
     """What is said of three optimizers; and that all ranks say the same, and nothing has changed."""
     model = sharded(kind)
-    ours = mm.from_model(model, lr=1e-3)
+    optimizer = mm.from_model(model, lr=1e-3)
     backward(model)
     gradients = [p.grad for p in model.parameters()]
-    ours.step()
-    before = [one.clone() for one in stored_weights(model, ours)]
-    reports = {"ours": mm.audit(ours, model), "torch": mm.audit(torchs(getattr(model, "module", model)), model)}
+    optimizer.step()
+    before = [weight.clone() for weight in stored_weights(model, optimizer)]
+    reports = {"ours": mm.audit(optimizer, model), "torch": mm.audit(torchs(getattr(model, "module", model)), model)}
     reports["local"] = mm.audit(LocalMuon(model.parameters()), model)
     assert len(before) > len(gradients)
-    assert all(map(torch.equal, before, stored_weights(model, ours)))
-    assert all(p.grad is kept for p, kept in zip(model.parameters(), gradients, strict=True))
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: str(report) for name, report in reports.items()})
-    assert all(each == told[0] for each in told)
+    assert all(map(torch.equal, before, stored_weights(model, optimizer)))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, {name: str(report) for name, report in reports.items()})
+    assert all(text == texts[0] for text in texts)
     assert reports["ours"].ok, reports["ours"]
     for row in reports["local"].rows:
         if row.verdict == "each shard alone":
@@ -86,13 +86,13 @@ def audited(kind: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("tp", 4)])
 def test_shards_and_replicas_are_judged_whole(workers: Callable[[int], Pool], kind: str, ranks: int) -> None:
-    found = workers(ranks).run(audited, kind)[0]
-    assert {found["ours"][name] for name in MATRICES} == {"orthogonalized"}
-    assert found["torch"]["attn.in_proj_weight"] == "as one matrix"
-    assert found["torch"]["up.weight"] == "orthogonalized"
+    by_report = workers(ranks).run(audited, kind)[0]
+    assert {by_report["ours"][name] for name in MATRICES} == {"orthogonalized"}
+    assert by_report["torch"]["attn.in_proj_weight"] == "as one matrix"
+    assert by_report["torch"]["up.weight"] == "orthogonalized"
     alone = "orthogonalized" if kind == "ddp" else "each shard alone"
-    assert found["local"]["up.weight"] == found["local"]["down.weight"] == alone
-    assert found["local"]["up.bias"] == "follows the gradient"
+    assert by_report["local"]["up.weight"] == by_report["local"]["down.weight"] == alone
+    assert by_report["local"]["up.bias"] == "follows the gradient"
 
 
 def exactly() -> list[mm.AuditRow]:
@@ -127,8 +127,8 @@ def test_replicas_that_end_apart_are_told(workers: Callable[[int], Pool]) -> Non
 def audited_stages() -> dict[str, str]:
     stage = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(12, 20), "shared": nn.Linear(20, 12)})
     with torch.no_grad():
-        for one in stage.parameters():
-            one.fill_(0.5)
+        for parameter in stage.parameters():
+            parameter.fill_(0.5)
     groups = mm.split_params(stage, overrides={"weight": "muon"})
     return verdicts(mm.audit(mm.Muon(groups, process_group="local"), stage, groups=groups))
 

@@ -106,40 +106,40 @@ def test_wrong_arguments_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["step.py", *arguments])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         step.main()
-    assert left.value.code == 2
+    assert stopped.value.code == 2
     assert text in capsys.readouterr().err
 
 
-def expected_updates(way: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def expected_updates(exchange: str, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """What each step subtracts, from exact polar factors in fp64 with an RMS of 0.2."""
 
     def factor(x: torch.Tensor) -> torch.Tensor:
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         return u @ vh * 0.2 * math.sqrt(max(x.shape))
 
-    whole = [torch.zeros_like(gradients[0]).double()] * 2 + [factor(one) for one in gradients]
-    match way.split():
+    whole = [torch.zeros_like(gradients[0]).double()] * 2 + [factor(gradient) for gradient in gradients]
+    match exchange.split():
         case ["delayed"]:
             return whole[1:-1]
         case ["corrected"]:
             return [2 * before - earlier for before, earlier in zip(whole[1:-1], whole[:-2], strict=True)]
         case ["blocks", "of", count]:
-            rare = [torch.cat([factor(block) for block in one.chunk(int(count))]) for one in gradients]
+            rare = [torch.cat([factor(block) for block in gradient.chunk(int(count))]) for gradient in gradients]
             return [whole[step + 2] if step % 5 == 0 else rare[step] for step in range(len(gradients))]
     return whole[2:]
 
 
-@pytest.mark.parametrize("way", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
+@pytest.mark.parametrize("exchange", ["plain", "delayed", "corrected", "blocks of 4", "blocks of 8"])
 @pytest.mark.parametrize("shape", [(96, 32), (32, 32), (32, 96)])
-def test_late_and_rare_exchanges_are_what_they_are_called(way: str, shape: tuple[int, int]) -> None:
+def test_late_and_rare_exchanges_are_what_they_are_called(exchange: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gradients = [torch.randn(shape) for _ in range(6)]
     weight = torch.nn.Parameter(torch.zeros(shape))
     optimizer = mm.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
-    with fewer_exchanges.exchanged(way):
-        for gradient, expected in zip(gradients, expected_updates(way, gradients), strict=True):
+    with fewer_exchanges.exchanged(exchange):
+        for gradient, expected in zip(gradients, expected_updates(exchange, gradients), strict=True):
             before, weight.grad = weight.detach().clone(), gradient.clone()
             optimizer.step()
             update = (before - weight.detach()).double()
@@ -169,8 +169,8 @@ def test_the_table_of_dry_runs_is_the_recorded_one() -> None:
     for run in runs:
         launches, peak = f"{run['launches']:,}", f"{run['peak_bytes'] / 2**20:,.0f}"
         if run["optimizer"] == "muonmesh":
-            each = run["elementwise_bytes"] / run["elements"]
-            assert f"| {launches} | {run['collectives']} | {each:.0f} | {peak} |" in page, run["case"]
+            per_element = run["elementwise_bytes"] / run["elements"]
+            assert f"| {launches} | {run['collectives']} | {per_element:.0f} | {peak} |" in page, run["case"]
         elif run["optimizer"] == "torch":
             assert f"| {launches} | {peak} |" in page, run["case"]
 
@@ -179,9 +179,9 @@ def test_the_table_of_the_hosts_time_is_the_recorded_one() -> None:
     tables = json.loads((REPOSITORY / "benchmarks/results/host_time.json").read_text())["tables"]
     page = (REPOSITORY / "benchmarks/reports/dry-runs.md").read_text()
     for table in tables.values():
-        ours, theirs = table["muonmesh"], table["torch"]
-        figures = f"{ours['us'] / 1e3:.1f} | {theirs['us'] / 1e3:.1f} | {ours['us'] / theirs['us']:.2f} "
-        assert f"| {ours['triton']} | {figures}" in page
+        muonmesh, torchs = table["muonmesh"], table["torch"]
+        figures = f"{muonmesh['us'] / 1e3:.1f} | {torchs['us'] / 1e3:.1f} | {muonmesh['us'] / torchs['us']:.2f} "
+        assert f"| {muonmesh['triton']} | {figures}" in page
 
 
 def test_the_table_of_a_steps_traffic_is_written() -> None:
@@ -212,8 +212,8 @@ def test_the_guard_fails_where_a_ratio_is_worse_than_the_recorded_one(tmp_path: 
     guard = ["-m", "benchmarks.guard", "--recorded", str(file), "--rounds", "5", "--tolerance", "0.9"]
     subprocess.run([sys.executable, *step], cwd=REPOSITORY, check=True, timeout=300)
     written = json.loads(file.read_text())
-    ours = written["tables"]["one"]["contenders"]["muonmesh"]
-    ours["milliseconds"] = [time / faster for time in ours["milliseconds"]]
+    muonmesh = written["tables"]["one"]["contenders"]["muonmesh"]
+    muonmesh["milliseconds"] = [time / faster for time in muonmesh["milliseconds"]]
     file.write_text(json.dumps(written))
     run = subprocess.run([sys.executable, *guard], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert run.returncode == (faster > 1), run.stdout + run.stderr
@@ -224,8 +224,8 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     before = {"muonmesh": [1.0, 10.0, 2.0], "torch.optim.Muon": [2.0, 20.0, 5.0], "dion": [3.0, 3.0, 3.0]}
-    now = {"muonmesh": [2.0, 1.0, 1.0], "torch.optim.Muon": [3.0, 1.6, 1.0], "muonmesh fp32": [1.0, 1.0, 1.0]}
-    (verdict,) = guard.compare("one", before, now)
+    fresh = {"muonmesh": [2.0, 1.0, 1.0], "torch.optim.Muon": [3.0, 1.6, 1.0], "muonmesh fp32": [1.0, 1.0, 1.0]}
+    (verdict,) = guard.compare("one", before, fresh)
     assert (verdict.opponent, verdict.recorded, verdict.fresh) == ("torch.optim.Muon", 2.0, 1.5)
     assert verdict.is_worse(0.2)
     assert not verdict.is_worse(0.3)
@@ -233,9 +233,9 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     file = tmp_path / "recorded.json"
     file.write_text(json.dumps({"cpu": "another", "command": "python -m benchmarks.step"}))
     monkeypatch.setattr(sys, "argv", ["guard.py", "--recorded", str(file)])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stopped:
         guard.main()
-    assert left.value.code == 2
+    assert stopped.value.code == 2
     assert "found figures of 'another'" in capsys.readouterr().err
 
 
@@ -245,13 +245,13 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
 )
 def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(shapes: tuple[tuple[int, int], ...]) -> None:
     """Soak: a minute."""
-    found = {name: 0.0 for name in ("polar_express", "simple")}
+    largest = {name: 0.0 for name in ("polar_express", "simple")}
     for shape in shapes:
         for _, matrix in stress.stress(*shape):
-            for name in found:
-                found[name] = max(found[name], stress.judged(name, matrix.bfloat16())["largest"])
-    assert 1.0 < found["polar_express"] < 1.14
-    assert 1.0 < found["simple"] < 1.21
+            for name in largest:
+                largest[name] = max(largest[name], stress.judged(name, matrix.bfloat16())["largest"])
+    assert 1.0 < largest["polar_express"] < 1.14
+    assert 1.0 < largest["simple"] < 1.21
 
 
 def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that() -> None:
@@ -296,14 +296,14 @@ def test_which_products_are_the_fastest_is_measured_for_this_processor(tmp_path:
     command = [sys.executable, "-m", "benchmarks.studies.processor"]
     command += ["--shapes", "8x9,40x30", "--rounds", "2", "--threads", "1"]
     subprocess.run([*command, "--json", tmp_path / "found.json"], cwd=REPOSITORY, check=True, capture_output=True)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["cpu"]
-    assert found["kernels"][0] == "torch"
-    assert (found["variant"] != "") == ("compiled" in found["kernels"])
-    assert ("amx" in found["kernels"]) == ('kernels="amx" is possible' in found["products"])
+    record = json.loads((tmp_path / "found.json").read_text())
+    assert record["cpu"]
+    assert record["kernels"][0] == "torch"
+    assert (record["variant"] != "") == ("compiled" in record["kernels"])
+    assert ("amx" in record["kernels"]) == ('kernels="amx" is possible' in record["products"])
     for shape in ("8x9", "40x30"):
-        assert list(found["tables"][shape]["ratios"]) == found["kernels"]
-        assert len(found["tables"][shape]["seconds"]["torch.optim.Muon"]) == 2
+        assert list(record["tables"][shape]["ratios"]) == record["kernels"]
+        assert len(record["tables"][shape]["seconds"]["torch.optim.Muon"]) == 2
 
 
 def test_from_which_rows_on_products_are_the_fastest() -> None:
@@ -314,7 +314,7 @@ def test_from_which_rows_on_products_are_the_fastest() -> None:
         (64, 64): (1.0, 2.0),
         (70, 70): (0.9, 1.0),
     }
-    by_name = {shape: dict(zip(("torch", "amx"), each, strict=True)) for shape, each in ratios.items()}
+    by_name = {shape: dict(zip(("torch", "amx"), pair, strict=True)) for shape, pair in ratios.items()}
     assert processor.fastest_from(by_name, ["torch", "amx", "compiled"]) == {
         "torch": None,
         "amx": 64,

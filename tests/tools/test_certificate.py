@@ -64,18 +64,18 @@ def of_ranks_that_differ() -> Any:
 def test_equal_to_one_process(workers: Workers, project: str, kind: str) -> None:
     layout = Layout(kind, 2, "uneven")
     package = "muonmesh" if project == "muonmesh" else "torch.optim"
-    one = certificate.outcome(workers(1), package, cell, project, layout.alone("one"))
+    single = certificate.outcome(workers(1), package, cell, project, layout.alone("one"))
     two = certificate.outcome(workers(2), package, cell, project, layout)
-    assert [step.keys() for step in one] == [step.keys() for step in two]
-    assert len(one) == 4
-    assert certificate.compared(two, one) == {"word": "bits", "relative": 0.0}
-    assert not torch.equal(one[0]["layers.tall.weight"], one[1]["layers.tall.weight"])
+    assert [step.keys() for step in single] == [step.keys() for step in two]
+    assert len(single) == 4
+    assert certificate.compared(two, single) == {"word": "bits", "relative": 0.0}
+    assert not torch.equal(single[0]["layers.tall.weight"], single[1]["layers.tall.weight"])
 
 
 def test_a_shard_that_is_orthogonalized_alone_is_told(workers: Workers) -> None:
-    one = certificate.outcome(workers(1), "tests", shards_alone, FSDP2.alone("one"), False)
+    single = certificate.outcome(workers(1), "tests", shards_alone, FSDP2.alone("one"), False)
     two = certificate.outcome(workers(2), "tests", shards_alone, FSDP2, False)
-    result = certificate.compared(two, one)
+    result = certificate.compared(two, single)
     assert result["word"] == "differs"
     assert result["relative"] > 0.3
     assert certificate.text_of(result).startswith("differs by ")
@@ -84,10 +84,10 @@ def test_a_shard_that_is_orthogonalized_alone_is_told(workers: Workers) -> None:
 
 
 def test_differences_are_in_units_of_one_update() -> None:
-    one = [{"w": torch.full((2, 2), float(step))} for step in range(3)]
+    single = [{"w": torch.full((2, 2), float(step))} for step in range(3)]
     for far, word in ((0.0, "bits"), (2.0**-21, "rounding"), (0.25, "differs")):
-        two = [*one[:2], {"w": one[2]["w"] + far}]
-        result = certificate.compared(two, one)
+        two = [*single[:2], {"w": single[2]["w"] + far}]
+        result = certificate.compared(two, single)
         assert (result["word"], result["relative"]) == (word, pytest.approx(far, rel=1e-2))
 
 
@@ -117,6 +117,6 @@ def test_the_page_is_that_of_the_recorded_run() -> None:
 def test_all_cells_of_muonmesh_are_equal_to_one_process() -> None:
     rows = json.loads(certificate.RECORDED.read_text())["tables"]
     for name in ("muonmesh", "muonmesh_deepspeed", "muonmesh_megatron"):
-        words = {layout: each["word"] for layout, each in rows[name]["cells"].items()}
+        words = {layout: result["word"] for layout, result in rows[name]["cells"].items()}
         assert len(words) >= 8
         assert {*words.values()} == {"bits"}, words

@@ -111,11 +111,11 @@ def test_a_report_and_an_exit_code(script: Path) -> None:
     assert rows["up.weight"]["size"] is None
 
 
-@pytest.mark.parametrize(("name", "told"), [("train.py", "found nothing there"), ("", "found a folder")])
-def test_what_is_no_script_is_told(name: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "message"), [("train.py", "found nothing there"), ("", "found a folder")])
+def test_what_is_no_script_is_told(name: str, message: str, tmp_path: Path) -> None:
     result = run_audit(str(tmp_path / name))
     assert result.exit_code == 2
-    assert f"muonmesh audit: {tmp_path / name}: {told}; needed a training script. Write muonmesh audit train.py" in (
+    assert f"muonmesh audit: {tmp_path / name}: {message}; needed a training script. Write muonmesh audit train.py" in (
         result.stderr.replace("\n", "")
     )
 
@@ -132,36 +132,36 @@ def test_a_script_runs_until_its_first_step(training: Path) -> None:
     assert "arguments ['--lr', '1']" in result.stderr
     report = json.loads(result.stdout)
     assert report["optimizer"] == "torch.optim.adamw.AdamW and torch.optim.Muon"
-    found = {row["weight"]: (row["verdict"], row["gradient"] > 0) for row in report["rows"]}
-    assert found["1.weight"] == ("orthogonalized", True)
-    assert found["0.bias"] == ("elementwise", True)
-    assert len(found) == 6
+    by_weight = {row["weight"]: (row["verdict"], row["gradient"] > 0) for row in report["rows"]}
+    assert by_weight["1.weight"] == ("orthogonalized", True)
+    assert by_weight["0.bias"] == ("elementwise", True)
+    assert len(by_weight) == 6
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         ("--early", r"the script called sys.exit\(0\) before a torch.optim.Optimizer stepped"),
         ("--loose", "SGD: no torch.nn.Module holds its parameters"),
     ],
 )
-def test_scripts_that_show_no_step(training: Path, option: str, told: str) -> None:
+def test_scripts_that_show_no_step(training: Path, option: str, message: str) -> None:
     result = run_audit(str(training), "--", option)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert re.search(rf"{told}.*Write print\(muonmesh\.audit\(optimizer, model\)\)", result.stderr)
+    assert re.search(rf"{message}.*Write print\(muonmesh\.audit\(optimizer, model\)\)", result.stderr)
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("fails", "Traceback .*RuntimeError: of the script"),
         ("without_numbers", "^muonmesh audit: .* on the meta device"),
     ],
 )
-def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, kind: str, told: str) -> None:
+def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, kind: str, message: str) -> None:
     result = run_audit(str(script), kind)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert re.search(told, result.stderr, re.DOTALL)
+    assert re.search(message, result.stderr, re.DOTALL)
 
 
 def on_two_ranks(*target: str) -> subprocess.CompletedProcess[str]:
@@ -174,15 +174,15 @@ def on_two_ranks(*target: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_two_ranks_of_torchrun_print_one_report(script: Path) -> None:
-    done = on_two_ranks(str(script), "sharded")
-    assert done.stdout.count("torch.optim.Muon, 2 ranks") == 1, done.stderr
-    assert "as one matrix" in done.stdout
-    assert "not in the optimizer" in done.stdout
+    run = on_two_ranks(str(script), "sharded")
+    assert run.stdout.count("torch.optim.Muon, 2 ranks") == 1, run.stderr
+    assert "as one matrix" in run.stdout
+    assert "not in the optimizer" in run.stdout
     assert "found no process group on 2 ranks" in on_two_ranks(str(script), "ours").stderr
 
 
 @pytest.mark.slow
 def test_a_script_on_two_ranks_of_torchrun(training: Path) -> None:
-    done = on_two_ranks(str(training), "--", "--shard")
-    assert done.stdout.count("AdamW and torch.optim.Muon, 2 ranks") == 1, done.stderr
-    assert re.search(r"\n1\.weight +24x24  orthogonalized", done.stdout), done.stdout
+    run = on_two_ranks(str(training), "--", "--shard")
+    assert run.stdout.count("AdamW and torch.optim.Muon, 2 ranks") == 1, run.stderr
+    assert re.search(r"\n1\.weight +24x24  orthogonalized", run.stdout), run.stdout

@@ -71,14 +71,14 @@ def test_settings_are_read_as_written_or_refused_by_the_name_of_file_and_field(
     (run / "config.json").write_text(json.dumps(content))
     message = ""
     try:
-        found = load_settings(run)
+        loaded = load_settings(run)
     except FileError as error:
         message = str(error)
     else:
         assert not missing
         default = next(field.default for field in fields(Settings) if field.name == name)
         value = tuple(value) if isinstance(value, list) else value
-        assert getattr(found, name) == value
+        assert getattr(loaded, name) == value
         assert isinstance(value, bool) == isinstance(default, bool)
     if message:
         assert "config.json" in message
@@ -179,10 +179,10 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    text, place = prepared
-    tokens = bytearray((place / "train.bin").read_bytes())
+    text, folder = prepared
+    tokens = bytearray((folder / "train.bin").read_bytes())
     tokens[-8] ^= 1
-    (place / "train.bin").write_bytes(bytes(tokens))
+    (folder / "train.bin").write_bytes(bytes(tokens))
     with pytest.raises(FileError, match=r"its tokens have changed since they were written\. Remove the folder"):
         prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
 
@@ -191,8 +191,8 @@ def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_p
 def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
     import numpy as np
 
-    text, place = prepared
-    file = place / "train.bin"
+    text, folder = prepared
+    file = folder / "train.bin"
     content = file.read_bytes()
     file.unlink()
     if damage == "cut":
@@ -208,8 +208,8 @@ def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path
 
 @pytest.mark.parametrize("content", ["", '{"model": 5}', '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
 def test_a_damaged_tokenizer_is_one_sentence(content: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    text, place = prepared
-    (place / "tokenizer.json").write_text(content)
+    text, folder = prepared
+    (folder / "tokenizer.json").write_text(content)
     corpus = prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
     with pytest.raises(FileError, match=r"tokenizer\.json: found .*; needed the tokenizer of the \d+ tokens beside it"):
         corpus.tokenizer()
@@ -292,7 +292,7 @@ IMPOSSIBLE: dict[str, tuple[Any, str]] = {
 }
 
 
-def asked(model: Path) -> Settings:
+def settings_of(model: Path) -> Settings:
     return Settings(out="x", model=str(model), vocab=300, seq=32, parallel="ddp")
 
 
@@ -301,7 +301,7 @@ def test_a_model_that_cannot_be_is_one_sentence(name: str, tmp_path: Path) -> No
     content, message = IMPOSSIBLE[name]
     (tmp_path / "model.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"--model.*{message}") as caught:
-        check_model(asked(tmp_path / "model.json"))
+        check_model(settings_of(tmp_path / "model.json"))
     assert "\n" not in str(caught.value)
 
 
@@ -310,7 +310,7 @@ def test_what_older_versions_wrote_is_read(fields: dict[str, Any], tmp_path: Pat
     older = {"architectures": ["X"], "torch_dtype": "float32", "transformers_version": "4.0", "_name_or_path": "x"}
     older |= {"use_cache": True, "bos_token_id": 1, "top_k": 3, "task_specific_params": None, "n_ctx": 1024}
     (tmp_path / "model.json").write_text(json.dumps({**fields, **older}))
-    assert check_model(asked(tmp_path / "model.json")).num_parameters() > 0
+    assert check_model(settings_of(tmp_path / "model.json")).num_parameters() > 0
 
 
 def test_embeddings_that_a_head_shares_are_sharded_with_the_whole_model(tmp_path: Path) -> None:
@@ -426,10 +426,10 @@ def test_an_error_is_written_into_the_room_that_was_taken_for_it(tmp_path: Path)
         record_failure(tmp_path, 0, error)
     assert first_failure(tmp_path) == "the disk is full", "the other came of it"
     (tmp_path / run_files.FOLDER / "1").write_text('[1, "ti')  # a disk that was full
-    told = first_failure(tmp_path)
-    assert told is not None
-    assert told.startswith("Traceback")
-    assert "\n\nrank 0: KeyError: " in told
+    message = first_failure(tmp_path)
+    assert message is not None
+    assert message.startswith("Traceback")
+    assert "\n\nrank 0: KeyError: " in message
 
 
 class Closed(io.StringIO):
@@ -493,6 +493,6 @@ def test_every_command_prints_by_what_escapes() -> None:
 def test_a_rank_without_torchrun_says_what_to_write() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     command = [sys.executable, "-m", "muonmesh.tools.cli.worker", "runs/x"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip().endswith("found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.strip().endswith("found no RANK; needed torchrun. Or write: muonmesh train --resume RUN")

@@ -54,8 +54,8 @@ def test_output_that_a_full_disk_loses_is_told_and_output_that_nobody_reads_is_n
     command = [sys.executable, "-m", "muonmesh", *line.split()]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    told = "muonmesh: stdout could not be written: the disk is full. Free some space\n"
-    assert (ended.returncode, ended.stderr) == (1, told)
+    message = "muonmesh: stdout could not be written: the disk is full. Free some space\n"
+    assert (ended.returncode, ended.stderr) == (1, message)
     reading, writing = os.pipe()
     os.close(reading)
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
@@ -86,10 +86,10 @@ def test_each_example_names_options_that_there_are(command: str) -> None:
     ],
 )
 def test_a_wrong_line_is_told_on_stderr(line: tuple[str, ...], message: str) -> None:
-    done = run_command(*line)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    run = run_command(*line)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_an_interrupt_while_python_imports_ends_as_later_ones_do() -> None:
@@ -115,6 +115,6 @@ def test_the_version_is_that_of_the_package_and_of_torch() -> None:
 def test_a_shell_completes_commands_and_options() -> None:
     script = run_command("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_MUONMESH_COMPLETE=complete_bash" in script.stdout, script.stderr
-    for typed, place, wanted in (("muonmesh do", "1", "doctor"), ("muonmesh plan --mes", "2", "--mesh")):
-        found = run_command(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=place)
-        assert found.stdout.split() == [wanted], found
+    for typed, position, completion in (("muonmesh do", "1", "doctor"), ("muonmesh plan --mes", "2", "--mesh")):
+        run = run_command(_MUONMESH_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=position)
+        assert run.stdout.split() == [completion], run

@@ -35,24 +35,28 @@ def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
 
 
 def test_parameters_lie_as_fsdp2_tensor_and_expert_parallelism_put_them() -> None:
-    def place(cluster: Any, name: str, shape: tuple[int, ...], split: Any = "whole") -> tuple[Any, ...]:
+    def placed(cluster: Any, name: str, shape: tuple[int, ...], split: Any = "whole") -> tuple[Any, ...]:
         placements: tuple[Any, ...] = cluster.layout(name, shape, split).placements
         return placements
 
-    both = parse_cluster("hsdp=2x4,tp=8")
-    assert len(both.ranks) == 64
-    assert place(both, "l.0.q_proj.weight", (64, 64)) == (Replicate(), Shard(0, 8), Shard(0))
-    assert place(both, "l.0.o_proj.weight", (64, 64)) == (Replicate(), Shard(0), Shard(1))
-    assert place(both, "l.0.c_attn.weight", (64, 64), ("transposed", "whole")) == (Replicate(), Shard(0), Shard(1))
-    assert place(both, "norm.weight", (64,), None) == (Replicate(), Shard(0), Replicate())
-    assert place(both, "l.0.mlp.gate.weight", (8, 64), None) == (Replicate(), Shard(0), Replicate())
+    shared = parse_cluster("hsdp=2x4,tp=8")
+    assert len(shared.ranks) == 64
+    assert placed(shared, "l.0.q_proj.weight", (64, 64)) == (Replicate(), Shard(0, 8), Shard(0))
+    assert placed(shared, "l.0.o_proj.weight", (64, 64)) == (Replicate(), Shard(0), Shard(1))
+    assert placed(shared, "l.0.c_attn.weight", (64, 64), ("transposed", "whole")) == (
+        Replicate(),
+        Shard(0),
+        Shard(1),
+    )
+    assert placed(shared, "norm.weight", (64,), None) == (Replicate(), Shard(0), Replicate())
+    assert placed(shared, "l.0.mlp.gate.weight", (8, 64), None) == (Replicate(), Shard(0), Replicate())
     stack, split = "l.0.mlp.experts.gate_up_proj", ("stack", ("rows", 8, 8))
-    assert place(both, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
-    assert place(both, "l.0.mlp.experts.down_proj", (8, 64, 8), "stack") == (Replicate(), Shard(0), Shard(2))
+    assert placed(shared, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
+    assert placed(shared, "l.0.mlp.experts.down_proj", (8, 64, 8), "stack") == (Replicate(), Shard(0), Shard(2))
     apart = parse_cluster("hsdp=2x4,tp=8", "ddp=2,ep=8,fsdp=4")
-    assert place(apart, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
-    assert place(apart, "l.0.q_proj.weight", (64, 64)) == place(both, "l.0.q_proj.weight", (64, 64))
-    assert place(parse_cluster("tp=2,fsdp=2"), "q_proj.weight", (8, 8)) == (Shard(0), Shard(0))
+    assert placed(apart, stack, (8, 16, 64), split) == (Replicate(), Shard(0), Shard(1))
+    assert placed(apart, "l.0.q_proj.weight", (64, 64)) == placed(shared, "l.0.q_proj.weight", (64, 64))
+    assert placed(parse_cluster("tp=2,fsdp=2"), "q_proj.weight", (8, 8)) == (Shard(0), Shard(0))
 
 
 def run_plan(*options: object) -> Any:
@@ -61,28 +65,28 @@ def run_plan(*options: object) -> Any:
 
 def test_the_command_says_and_writes_who_owns_what(tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text('{"wire": 1e6}')
-    asked = ("--model", "nano", "--mesh", "hsdp=2x4", "--rates", tmp_path / "rates.json")
-    shown, written = run_plan(*asked), run_plan(*asked, "--json")
+    arguments = ("--model", "nano", "--mesh", "hsdp=2x4", "--rates", tmp_path / "rates.json")
+    shown, written = run_plan(*arguments), run_plan(*arguments, "--json")
     assert (shown.exit_code, written.exit_code) == (0, 0), shown.stderr + written.stderr
     assert "layers.*.mlp.down_proj" in shown.stdout
-    found = json.loads(written.stdout)
+    report = json.loads(written.stdout)
     names = [part.name for part in weights_of("nano", parse_cluster("hsdp=2x4")) if part.matrices is not None]
-    assert sorted(found["owners"]) == sorted(names)
-    assert {owner for owners in found["owners"].values() for owner in owners} <= set(range(8))
-    assert len(found["flops_by_rank"]) == 8
-    assert found["flops_by_rank"][found["rank"]] == max(found["flops_by_rank"]) == found["counted"]["flops"]
-    assert found["modelled"]["limited by"] == "network"
+    assert sorted(report["owners"]) == sorted(names)
+    assert {owner for owners in report["owners"].values() for owner in owners} <= set(range(8))
+    assert len(report["flops_by_rank"]) == 8
+    assert report["flops_by_rank"][report["rank"]] == max(report["flops_by_rank"]) == report["counted"]["flops"]
+    assert report["modelled"]["limited by"] == "network"
     assert "of its device" not in shown.stdout
-    sent, seconds = found["counted"]["bytes sent"], found["modelled"]["seconds of the network"]
-    begun = found["counted"]["collectives"] * found["rates"]["collective"]
-    reached = found["counted"]["messages"] * found["rates"]["message"]
+    sent, seconds = report["counted"]["bytes sent"], report["modelled"]["seconds of the network"]
+    begun = report["counted"]["collectives"] * report["rates"]["collective"]
+    reached = report["counted"]["messages"] * report["rates"]["message"]
     assert list(seconds.values()) == [pytest.approx(sent / 1e6 + begun + reached)] * 2
     stored = ("weights", "gradients", "momentum", "AdamW's moments")
-    together = [found["counted"][f"bytes of {what}"] for what in stored]
-    beside = found["modelled"]["bytes of NCCL's buffers"], found["modelled"]["bytes of buffers in the step"]
-    assert found["modelled"]["bytes in total"] == sum(together) + sum(beside)
+    stored_bytes = [report["counted"][f"bytes of {kind}"] for kind in stored]
+    beside = report["modelled"]["bytes of NCCL's buffers"], report["modelled"]["bytes of buffers in the step"]
+    assert report["modelled"]["bytes in total"] == sum(stored_bytes) + sum(beside)
     assert beside[0] == pytest.approx(4.34e9 - 1.06e9, abs=10)  # eight ranks
-    rank = found["rank"]
+    rank = report["rank"]
     modelled = rf"Rank {rank}, modelled for the rates given\s+[─ ]+\s+limited by +network\s+time .* [\d.,]+ ms\s"
     assert re.search(modelled, shown.stdout)
     assert re.search(rf"Rank {rank}, counted\s+[─ ]+\s+matrices +\d", shown.stdout)
@@ -101,8 +105,8 @@ def test_a_rank_that_needs_more_memory_than_its_device_has_is_told(tmp_path: Pat
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
-    asked = ["plan", "--model", "deepseek-v3", "--mesh", "fsdp=32,tp=8", "--experts", "ep=32,fsdp=8", "--rank", "3"]
-    shown = CliRunner().invoke(app, asked, env={"COLUMNS": str(width)}).stdout.splitlines()
+    arguments = ["plan", "--model", "deepseek-v3", "--mesh", "fsdp=32,tp=8", "--experts", "ep=32,fsdp=8", "--rank", "3"]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)}).stdout.splitlines()
     assert max(map(len, shown)) <= 80
     assert shown[0] == "Cluster: deepseek-v3 on fsdp=32,tp=8 (ranks: 256), rule muon"
     titles = [line.strip() for line, below in pairwise(shown) if set(below.replace(" ", "")) == {"─"}]
@@ -119,22 +123,22 @@ def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
 
 def test_the_page_has_every_rate_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().partition("| rate | unit ")[2]
-    told = {
+    rates = {
         name: float(value) for name, value in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+e-?\d+) \|", page, re.MULTILINE)
     }
-    assert told == pytest.approx(asdict(DeviceRates()), rel=0.02)
+    assert rates == pytest.approx(asdict(DeviceRates()), rel=0.02)
 
 
 def test_a_rule_has_its_own_flops_and_memory() -> None:
-    found = {}
+    reports = {}
     for rule in ("muon", "soap"):
         result = run_plan("--model", "nano", "--mesh", "fsdp=4", "--rule", rule, "--json")
         assert result.exit_code == 0, result.stderr
-        found[rule] = json.loads(result.stdout)
-    assert found["soap"]["rule"] == "soap"
-    assert sum(found["soap"]["flops_by_rank"]) > 2 * sum(found["muon"]["flops_by_rank"])
-    assert found["soap"]["counted"]["bytes of momentum"] > 4 * found["muon"]["counted"]["bytes of momentum"]
-    assert found["soap"]["counted"]["bytes sent"] <= 1.5 * found["muon"]["counted"]["bytes sent"]
+        reports[rule] = json.loads(result.stdout)
+    assert reports["soap"]["rule"] == "soap"
+    assert sum(reports["soap"]["flops_by_rank"]) > 2 * sum(reports["muon"]["flops_by_rank"])
+    assert reports["soap"]["counted"]["bytes of momentum"] > 4 * reports["muon"]["counted"]["bytes of momentum"]
+    assert reports["soap"]["counted"]["bytes sent"] <= 1.5 * reports["muon"]["counted"]["bytes sent"]
 
 
 WRONG = {
@@ -210,8 +214,8 @@ def test_it_says_why_bf16_weights_save_nothing_over_adamw_and_tells_long_times_i
 def test_deepseek_v3_on_two_thousand_ranks() -> None:
     from muonmesh.tools.cli.plan_command import PlanRequest, planned
 
-    asked = PlanRequest(model="deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
-    found = planned(asked)
-    assert (found["ranks"], found["matrices"]) == (2048, 45154)
-    assert found["elements"] == pytest.approx(671e9, rel=0.001)
-    assert found["balance"]["busiest rank over mean"] == found["balance"]["no plan is below"]
+    request = PlanRequest(model="deepseek-v3", mesh="hsdp=8x32,tp=8", experts="ddp=8,ep=32,fsdp=8")
+    report = planned(request)
+    assert (report["ranks"], report["matrices"]) == (2048, 45154)
+    assert report["elements"] == pytest.approx(671e9, rel=0.001)
+    assert report["balance"]["busiest rank over mean"] == report["balance"]["no plan is below"]

@@ -43,12 +43,12 @@ def give(model: nn.Module, seed: int) -> None:
         parameter.grad = random_fp64(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
 
 
-def apart_after_steps(ours: nn.Module, theirs: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
+def apart_after_steps(model: nn.Module, source: nn.Module, start: dict[str, Tensor]) -> dict[str, float]:
     """The distance of two ends, relative to the way from the start."""
-    end = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    end = {name: parameter.detach() for name, parameter in source.named_parameters()}
     return {
-        name: float((mine.detach() - end[name]).norm() / (end[name] - start[name]).norm())
-        for name, mine in ours.named_parameters()
+        name: float((weight.detach() - end[name]).norm() / (end[name] - start[name]).norm())
+        for name, weight in model.named_parameters()
     }
 
 
@@ -73,28 +73,28 @@ def torch_pair(model: nn.Module) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("how", ["optimizers", "state dicts", "files"])
 def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
     """In bf16, in which torch's Muon computes; without the state the next step would end half a step elsewhere."""
-    theirs = Net(torch.float32)
-    optimizers = torch_pair(theirs)
+    source = Net(torch.float32)
+    optimizers = torch_pair(source)
     for seed in range(3):
-        give(theirs, seed)
+        give(source, seed)
         for optimizer in optimizers:
             optimizer.step()
-    model = copied(theirs)
+    model = copied(source)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    ours = mm.from_model(model, **mm.convert_settings(*optimizers))
-    sources: list[Any] = [*optimizers] if how == "optimizers" else [each.state_dict() for each in optimizers]
+    muon = mm.from_model(model, **mm.convert_settings(*optimizers))
+    sources: list[Any] = [*optimizers] if how == "optimizers" else [half.state_dict() for half in optimizers]
     if how == "files":
         for number, state in enumerate(sources):
             torch.save(state, tmp_path / f"{number}.pt")
         sources = [tmp_path / f"{number}.pt" for number in range(2)]
-    ours.load_state_dict(convert(sources, ours, package=None if how == "optimizers" else "torch"))
-    for network in (model, theirs):
+    muon.load_state_dict(convert(sources, muon, package=None if how == "optimizers" else "torch"))
+    for network in (model, source):
         give(network, 3)
-    for optimizer in (ours, *optimizers):
+    for optimizer in (muon, *optimizers):
         optimizer.step()
-    found = apart_after_steps(model, theirs, start)
-    assert [found[name] for name in REST] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
-    assert max(found[name] for name in MATRICES) < 0.03, found
+    differences = apart_after_steps(model, source, start)
+    assert [differences[name] for name in REST] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
+    assert max(differences[name] for name in MATRICES) < 0.03, differences
 
 
 # ------------------------------------------------------------------ the others, by their formulas
@@ -122,14 +122,14 @@ ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-9, "weight_decay": 0.0}
 def test_the_next_step_is_theirs(name: str) -> None:
     """Three steps by their formulas in fp64, their state as they save it, and one more step by each."""
     package, peer, settings, marks = PEERS[name]
-    theirs = Net()
-    ends = {key: parameter.detach().clone() for key, parameter in theirs.named_parameters()}
+    source = Net()
+    ends = {key: parameter.detach().clone() for key, parameter in source.named_parameters()}
     memories: dict[str, dict[str, Any]] = {key: {} for key in ends}
     steps = {key: peer(**settings) if key in MATRICES else peers.adam_half(**ADAMW) for key in ends}
 
     def walk(seed: int) -> None:
-        give(theirs, seed)
-        for key, parameter in theirs.named_parameters():
+        give(source, seed)
+        for key, parameter in source.named_parameters():
             ends[key] = steps[key](ends[key], parameter.grad, memories[key])
 
     for seed in range(3):
@@ -163,26 +163,26 @@ def test_the_next_step_is_theirs(name: str) -> None:
     start = {key: value.clone() for key, value in ends.items()}
     rules = mm.convert_settings(package, **settings)  # type: ignore[arg-type]
     rest = mm.convert_settings("adamw", **{**ADAMW})
-    ours = mm.from_model(model, **{**rules, "adamw": rest}, **EXACT)
-    ours.load_state_dict(convert(saved, ours, package=package, params=[MATRICES, REST]))  # type: ignore[arg-type]
+    muon = mm.from_model(model, **{**rules, "adamw": rest}, **EXACT)
+    muon.load_state_dict(convert(saved, muon, package=package, params=[MATRICES, REST]))  # type: ignore[arg-type]
     walk(3)
     give(model, 3)
-    ours.step()
+    muon.step()
     with torch.no_grad():
-        for key, parameter in theirs.named_parameters():
+        for key, parameter in source.named_parameters():
             parameter.copy_(ends[key])
-    assert max(apart_after_steps(model, theirs, start).values()) < 1e-5
+    assert max(apart_after_steps(model, source, start).values()) < 1e-5
 
 
 # ------------------------------------------------------------------ names, order, ranks
 
 
-def jordan_state(model: nn.Module, order: list[str], held: set[str]) -> dict[str, Any]:
+def jordan_state(model: nn.Module, order: list[str], stored: set[str]) -> dict[str, Any]:
     """What one rank of KellerJordan's distributed MuonWithAuxAdam saves: the momentum of some matrices."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state: dict[int, dict[str, Any]] = {}
     for number, name in enumerate([*order, *REST]):
-        if name in held:
+        if name in stored:
             state[number] = {"momentum_buffer": random_fp64(*shapes[name], seed=7 + MATRICES.index(name))}
         elif name in REST:
             state[number] = {
@@ -196,19 +196,19 @@ def jordan_state(model: nn.Module, order: list[str], held: set[str]) -> dict[str
 
 def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() -> None:
     model = Net()
-    ours = mm.from_model(model, **EXACT)
+    muon = mm.from_model(model, **EXACT)
     ordered = ["mid.weight", "up.weight"]  # by shape, the largest first; the model has them the other way round
     ranks = [jordan_state(model, ordered, {name}) for name in ordered]
-    ours.load_state_dict(convert(ranks, ours, package="keller_jordan", params=[MATRICES, REST]))
+    muon.load_state_dict(convert(ranks, muon, package="keller_jordan", params=[MATRICES, REST]))
     for name, parameter in model.named_parameters():
         if name in MATRICES:
             assert torch.equal(
-                ours.state[parameter]["momentum_buffer"], random_fp64(*parameter.shape, seed=7 + MATRICES.index(name))
+                muon.state[parameter]["momentum_buffer"], random_fp64(*parameter.shape, seed=7 + MATRICES.index(name))
             )
     with pytest.raises(
         mm.StateError, match=r"up\.weight: found no state of it in the source; needed .*, and the files of all ranks"
     ):
-        convert(ranks[:1], ours, package="keller_jordan", params=[MATRICES, REST])
+        convert(ranks[:1], muon, package="keller_jordan", params=[MATRICES, REST])
 
 
 def test_what_the_source_lacks_begins_anew_if_asked() -> None:
@@ -218,13 +218,13 @@ def test_what_the_source_lacks_begins_anew_if_asked() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     adamw.step()
-    ours = mm.from_model(model, **EXACT)
+    muon = mm.from_model(model, **EXACT)
     with pytest.raises(mm.StateError, match=r"found the state of adamw; .* begin with new state there, write convert"):
-        convert(adamw, ours)
-    ours.load_state_dict(convert(adamw, ours, strict=False))
+        convert(adamw, muon)
+    muon.load_state_dict(convert(adamw, muon, strict=False))
     named = dict(model.named_parameters())
-    assert all(not ours.state.get(named[name]) for name in MATRICES)
-    assert all(torch.equal(ours.state[named[name]]["exp_avg"], adamw.state[named[name]]["exp_avg"]) for name in REST)
+    assert all(not muon.state.get(named[name]) for name in MATRICES)
+    assert all(torch.equal(muon.state[named[name]]["exp_avg"], adamw.state[named[name]]["exp_avg"]) for name in REST)
 
     other = mm.from_model(model, **EXACT)
     half = jordan_state(model, list(MATRICES), set(MATRICES))
@@ -283,24 +283,24 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_does_not_fit_is_refused(how: str) -> None:
-    spoil, said = REFUSED[how]
+    spoil, message = REFUSED[how]
     model = Net()
     saved = fine_conversion(model)
     spoil(saved)
-    with pytest.raises((mm.StateError, ValueError), match=said):
+    with pytest.raises((mm.StateError, ValueError), match=message):
         convert(saved, mm.from_model(model), package="keller_jordan", params=[MATRICES, REST])
 
 
 def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     model = Net()
-    ours, saved = mm.from_model(model), fine_conversion(model)
+    muon, saved = mm.from_model(model), fine_conversion(model)
     jordan: Any = {"package": "keller_jordan"}
     with pytest.raises(
         mm.StateError, match=r"that have numbers instead of names; needed their names.*Write params=\[\.\.\.\]"
     ):
-        convert(saved, ours, **jordan)
+        convert(saved, muon, **jordan)
     with pytest.raises(mm.StateError, match=r"needed parameters of this model, not mid\.wait"):
-        convert(saved, ours, params=[("up.weight", "mid.wait"), REST], **jordan)
+        convert(saved, muon, params=[("up.weight", "mid.wait"), REST], **jordan)
     with pytest.raises(mm.StateError, match=r"embedding\.weight: found the state of adamw; needed that of muon"):
         convert(saved, mm.from_model(model, overrides={"embedding.weight": "muon"}), params=[MATRICES, REST], **jordan)
     with pytest.raises(mm.StateError, match=r"rule 'normuon', which keeps .*; needed momentum alone"):
@@ -308,23 +308,23 @@ def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"optimizer: found a AdamW; needed a muonmesh\.Muon"):
         convert(saved, torch.optim.AdamW(model.parameters()), params=[MATRICES, REST])
     with pytest.raises(ValueError, match=r"found no package, .*; needed one of 'adamw', .*State of muonmesh"):
-        convert(ours.state_dict() | {"state": {}}, ours)
+        convert(muon.state_dict() | {"state": {}}, muon)
     with pytest.raises(TypeError, match=r"nothing to convert: write optimizer\.load_state_dict\(source\.state_dict"):
-        convert(ours, ours)
+        convert(muon, muon)
     torch.save({"muon": saved, "adamw": saved}, tmp_path / "both.pt")
     with pytest.raises(
         mm.StateError, match=r"both\.pt: found muon, adamw; needed .* convert\(\[saved\[key\], \.\.\.\]"
     ):
-        convert(tmp_path / "both.pt", ours, **jordan)
+        convert(tmp_path / "both.pt", muon, **jordan)
     with pytest.raises(ValueError, match=r"package: found 'lion'; needed one of 'adamw'"):
-        convert(saved, ours, package="lion")  # type: ignore[arg-type]
+        convert(saved, muon, package="lion")  # type: ignore[arg-type]
     torch.save({**saved, "extra": Program()}, tmp_path / "hostile.pt")
-    for path, said in (
+    for path, message in (
         (tmp_path / "hostile.pt", "more than data"),
         (tmp_path / "none.pt", "found nothing there"),
         (tmp_path, "fold"),
     ):
-        with pytest.raises(mm.errors.FileError, match=said):
-            convert(path, ours, params=[MATRICES, REST], **jordan)
+        with pytest.raises(mm.errors.FileError, match=message):
+            convert(path, muon, params=[MATRICES, REST], **jordan)
     assert not (tmp_path / "touched").exists()
     assert not Path("touched").exists()

@@ -79,56 +79,56 @@ def saved_by(package: str, model: nn.Module) -> Any:
     return {"state": state, "param_groups": groups}
 
 
-def shapes_of(made: dict[str, Any]) -> dict[Any, Any]:
+def shapes_of(state: dict[str, Any]) -> dict[Any, Any]:
     return {
-        number: {key: tuple(value.shape) for key, value in entry.items()} for number, entry in made["state"].items()
+        number: {key: tuple(value.shape) for key, value in entry.items()} for number, entry in state["state"].items()
     }
 
 
-def outcome(make: Callable[[], dict[str, Any]], ours: mm.Muon, right: dict[str, Any]) -> str:
+def outcome(make: Callable[[], dict[str, Any]], optimizer: mm.Muon, right: dict[str, Any]) -> str:
     """How it ended; what was made must have the form of what is right, and must load."""
     try:
-        made = make()
+        converted = make()
     except (StateError, FileError, TypeError, ValueError) as error:
-        known = type(error) in (StateError, FileError, TypeError, ValueError)
-        return "refused" if known and SENTENCE.fullmatch(str(error)) else f"{type(error).__name__}: {error}"
+        expected = type(error) in (StateError, FileError, TypeError, ValueError)
+        return "refused" if expected and SENTENCE.fullmatch(str(error)) else f"{type(error).__name__}: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if shapes_of(made) != shapes_of(right) or not all(
-        isinstance(value, Tensor) for entry in made["state"].values() for value in entry.values()
+    if shapes_of(converted) != shapes_of(right) or not all(
+        isinstance(value, Tensor) for entry in converted["state"].values() for value in entry.values()
     ):
         return "another form"
-    ours.load_state_dict(made)
+    optimizer.load_state_dict(converted)
     return "loaded"
 
 
-def walk(saved: Any, count: int, ours: mm.Muon, convert_it: Callable[[Any, int], dict[str, Any]]) -> None:
+def walk(saved: Any, count: int, optimizer: mm.Muon, convert_it: Callable[[Any, int], dict[str, Any]]) -> None:
     """Convert what was saved, and so many mutations of it."""
     right = convert_it(saved, 1)
-    ours.load_state_dict(right)
-    made, bad = Counter[str](), []
+    optimizer.load_state_dict(right)
+    outcomes, bad = Counter[str](), []
     for number in range(count):
-        mutated, what = mutate_value(saved, number)
-        found = outcome(lambda m=mutated, n=number: convert_it(m, n), ours, right)
-        made[found if found in ("refused", "loaded") else "bad"] += 1
-        if found not in ("refused", "loaded"):
-            bad.append(f"{number} ({what}): {found}")
-    print(f"{count} mutations of seeds 0 to {count - 1}: {dict(made)}")
+        mutated, mutation = mutate_value(saved, number)
+        result = outcome(lambda m=mutated, n=number: convert_it(m, n), optimizer, right)
+        outcomes[result if result in ("refused", "loaded") else "bad"] += 1
+        if result not in ("refused", "loaded"):
+            bad.append(f"{number} ({mutation}): {result}")
+    print(f"{count} mutations of seeds 0 to {count - 1}: {dict(outcomes)}")
     assert not bad, "\n".join(bad)
-    assert made["refused"] > count // 4
+    assert outcomes["refused"] > count // 4
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("package", get_args(PackageName))
 def test_mutated_state_ends_in_one_sentence_or_loads(package: PackageName, count: int, tmp_path: Path) -> None:
     model = Net()
-    ours = mm.from_model(model)
+    optimizer = mm.from_model(model)
     params = None if package in ("torch", "adamw") else [MATRICES, REST]
 
-    def convert_it(given: Any, number: int) -> dict[str, Any]:
+    def convert_it(source: Any, number: int) -> dict[str, Any]:
         if number % 4 == 0:
-            torch.save(given, tmp_path / "state.pt")
-            given = tmp_path / "state.pt"
-        return convert(given, ours, package=package, params=params)
+            torch.save(source, tmp_path / "state.pt")
+            source = tmp_path / "state.pt"
+        return convert(source, optimizer, package=package, params=params)
 
-    walk(saved_by(package, model), count, ours, convert_it)
+    walk(saved_by(package, model), count, optimizer, convert_it)

@@ -53,30 +53,30 @@ def whole(tensor: Tensor) -> Tensor:
 
 def converted(live: bool) -> list[str]:
     """The names of what is not bit for bit as in one process, after a step from converted state."""
-    one, many = Net(), Net()
-    fully_shard(many, mesh=init_device_mesh("cpu", (2,)))
+    single, sharded = Net(), Net()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     ends = []
-    theirs = {id(model): pair(model) for model in (one, many)}
-    for model in (one, many):
+    pairs = {id(model): pair(model) for model in (single, sharded)}
+    for model in (single, sharded):
         for seed in range(2):
             give(model, seed)
-            for optimizer in theirs[id(model)]:
+            for optimizer in pairs[id(model)]:
                 optimizer.step()
     with torch.no_grad():  # sharded sums round otherwise: the weights and the state of one process for both
-        for name, parameter in one.named_parameters():
-            cut = many.get_parameter(name)
+        for name, parameter in single.named_parameters():
+            cut = sharded.get_parameter(name)
             cut.copy_(distribute_tensor(parameter.detach(), cut.device_mesh, cut.placements, src_data_rank=None))
-    for model in (one, many):
-        settings = mm.convert_settings(*theirs[id(model)])
-        ours = mm.from_model(model, **settings, process_group="local", compute_dtype=torch.float32)
-        if live and model is many:
-            state = convert(theirs[id(many)], ours)
+    for model in (single, sharded):
+        settings = mm.convert_settings(*pairs[id(model)])
+        muon = mm.from_model(model, **settings, process_group="local", compute_dtype=torch.float32)
+        if live and model is sharded:
+            state = convert(pairs[id(sharded)], muon)
             assert all(isinstance(e["exp_avg"], DTensor) for e in state["state"].values() if "exp_avg" in e)
         else:
-            state = convert([optimizer.state_dict() for optimizer in theirs[id(one)]], ours, package="torch")
-        ours.load_state_dict(state)
+            state = convert([optimizer.state_dict() for optimizer in pairs[id(single)]], muon, package="torch")
+        muon.load_state_dict(state)
         give(model, 2)
-        ours.step()
+        muon.step()
         ends.append({name: whole(parameter) for name, parameter in model.named_parameters()})
     return [name for name, end in ends[0].items() if not torch.equal(end, ends[1][name])]
 

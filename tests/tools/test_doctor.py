@@ -65,29 +65,29 @@ def doctor(path: Path, *options: str) -> tuple[int, str]:
 
 
 def test_it_says_which_products_multiply_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def asked() -> str:
+    def products() -> str:
         compiled.library.cache_clear()
         auto_takes.cache_clear()
         return installation.products_here().result
 
-    here = asked()
+    before = products()
     if auto_takes()[0]:
-        assert f'variant {compiled.library().variant}. kernels="auto" takes them for bf16 matrices' in here
+        assert f'variant {compiled.library().variant}. kernels="auto" takes them for bf16 matrices' in before
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
-        told = asked()
-    assert told.startswith("none. Found no products.so in the package")
-    assert "torch multiplies. To have them, build the package where there is a C compiler" in told
-    assert asked() == here
+        message = products()
+    assert message.startswith("none. Found no products.so in the package")
+    assert "torch multiplies. To have them, build the package where there is a C compiler" in message
+    assert products() == before
 
 
 def test_it_looks_at_the_machine() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
-    found = {one["subject"]: one for one in json.loads(result.stdout)}
-    assert result.exit_code == int(any(one["remedy"] for one in found.values()))
-    assert found["torch"]["result"].startswith(torch.__version__)
-    assert found["torch"]["result"].endswith("muonmesh is tested with torch 2.11 and 2.13")
-    assert not [found[name] for name in ("torch", "orthogonalize", "NCCL") if found[name]["remedy"]]
+    by_subject = {finding["subject"]: finding for finding in json.loads(result.stdout)}
+    assert result.exit_code == int(any(finding["remedy"] for finding in by_subject.values()))
+    assert by_subject["torch"]["result"].startswith(torch.__version__)
+    assert by_subject["torch"]["result"].endswith("muonmesh is tested with torch 2.11 and 2.13")
+    assert not [by_subject[name] for name in ("torch", "orthogonalize", "NCCL") if by_subject[name]["remedy"]]
 
 
 def fails() -> Any:
@@ -98,7 +98,7 @@ def test_what_is_wrong_with_the_machine_is_told(monkeypatch: pytest.MonkeyPatch)
     failed = installation._finding_of("NCCL", fails)
     assert (failed.result, failed.remedy) == ("RuntimeError: no such interface", "Mend this first")
     with monkeypatch.context() as patch:
-        patch.setattr(mm, "orthogonalize", lambda x, **given: x if given else -x)  # products that are wrong
+        patch.setattr(mm, "orthogonalize", lambda x, **settings: x if settings else -x)  # products that are wrong
         assert installation._orthogonalize().remedy == "Write kernels='torch', and report it"
     (line,) = installation.lines_of([installation.Finding("torch", "nothing", "Write so")])
     assert line == "do  torch: nothing. Write so"
@@ -141,15 +141,15 @@ WHOLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_whole_is_told_and_every_tensor_named(name: str, tmp_path: Path) -> None:
-    make, told = WHOLE[name]
+    make, message = WHOLE[name]
     path = make(tmp_path)
     code, text = doctor(path)
     assert code == 0, text
-    assert f"{path}: {told}" in text
+    assert f"{path}: {message}" in text
     code, text = doctor(path, "--json")
-    found = json.loads(text)
-    assert (code, found["whole"], found["faults"]) == (0, True, [])
-    weight = next(held for key, held in found["tensors"].items() if key.endswith("weight"))
+    report = json.loads(text)
+    assert (code, report["whole"], report["faults"]) == (0, True, [])
+    weight = next(entry for key, entry in report["tensors"].items() if key.endswith("weight"))
     assert weight == {"shape": [6, 5], "dtype": "float32", "size": 120}
     if name == "ours":
         _, text = doctor(path)
@@ -171,13 +171,13 @@ def test_the_file_of_one_rank_is_not_whole(workers: Callable[[int], Pool], tmp_p
     assert code == 1, text
     assert "rank-1: a file of torch.save, not whole" in text
     assert "one rank's shards of 1 tensors (DTensors); the files of the other ranks have the rest" in text
-    found = json.loads(doctor(tmp_path / "rank-1", "--json")[1])
-    assert (found["whole"], found["shards"], found["faults"]) == (False, 1, [])
-    assert found["tensors"]["model.weight"]["shape"] == [3, 5]
+    report = json.loads(doctor(tmp_path / "rank-1", "--json")[1])
+    assert (report["whole"], report["shards"], report["faults"]) == (False, 1, [])
+    assert report["tensors"]["model.weight"]["shape"] == [3, 5]
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "told"),
+    ("name", "damage", "words"),
     [
         ("ours", flip, "__0_0.distcp: its content has changed"),
         ("ours", cut_data, "__0_0.distcp: found"),
@@ -194,16 +194,16 @@ def test_the_file_of_one_rank_is_not_whole(workers: Callable[[int], Pool], tmp_p
         ("archive", cut_data, "found"),
     ],
 )
-def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any], told: str, tmp_path: Path) -> None:
+def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
     path = WHOLE[name][0](tmp_path)
     damage(path)
     code, text = doctor(path)
     assert code == 1, text
     assert ", damaged" in text
-    assert told in text.replace("\n", "")
-    found = json.loads(doctor(path, "--json")[1])
-    assert not found["whole"]
-    assert len({fault.partition("; needed")[0] for fault in found["faults"]}) == len(found["faults"]), found["faults"]
+    assert words in text.replace("\n", "")
+    shown = json.loads(doctor(path, "--json")[1])
+    assert not shown["whole"]
+    assert len({fault.partition("; needed")[0] for fault in shown["faults"]}) == len(shown["faults"]), shown["faults"]
     assert not (tmp_path / "mark").exists()
 
 
@@ -230,13 +230,13 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     (tmp_path / "zero" / "latest").write_text("global_step3")
     torch.save({"weight": torch.ones(3), "scaler": Acts(tmp_path / "mark")}, tmp_path / "mp_rank_00_model_states.pt")
     (tmp_path / "megatron").mkdir()
-    for one in (".metadata", "common.pt"):
-        (tmp_path / "megatron" / one).touch()
+    for file in (".metadata", "common.pt"):
+        (tmp_path / "megatron" / file).touch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         save({"model": {"weight": torch.ones(6, 5)}, "optim": {"lr": 0.1}}, checkpoint_id=tmp_path / "torchs")
     act(tmp_path / "torchs")
-    for name, told in (
+    for name, message in (
         ("nothing", "nothing there; needed a folder or a file"),
         ("folder", "found 'notes.txt' in it; needed a run of muonmesh train, a checkpoint of muonmesh.checkpoint.save"),
         ("zero", "found 'latest' in it; needed a run"),
@@ -249,7 +249,7 @@ def test_what_is_no_checkpoint_is_told_as_such(tmp_path: Path) -> None:
     ):
         code, text = doctor(tmp_path / name)
         assert code == 2, text
-        assert told in text.replace("\n", "")
+        assert message in text.replace("\n", "")
     assert not (tmp_path / "mark").exists()
 
 
@@ -260,9 +260,9 @@ def test_all_faults_of_a_run_stand_on_top_of_its_json(tmp_path: Path) -> None:
         write(path, STATE, GROUPS)
         cut_data(path)
     code, text = doctor(run, "--json")
-    found = json.loads(text)
+    report = json.loads(text)
     assert code == 1
-    assert [fault.partition(": found")[0] for fault in found["faults"]] == [
+    assert [fault.partition(": found")[0] for fault in report["faults"]] == [
         str(run),  # no config.json
         *(str(run / "checkpoints" / "muon" / f"step-{step:08d}" / "__0_0.distcp") for step in (2, 1)),
     ]

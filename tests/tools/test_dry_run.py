@@ -67,13 +67,13 @@ def gpt2() -> DryRun:
 
 
 def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
-    theirs = dry_run(bag(*GPT2), torchs)
-    assert gpt2.launches <= 120 < theirs.launches
+    torch_run = dry_run(bag(*GPT2), torchs)
+    assert gpt2.launches <= 120 < torch_run.launches
     assert gpt2.bytes_per_element <= 28
     assert gpt2.kept_bytes < VECTORS
-    assert gpt2.parts()["device"] < 0.6 * theirs.parts()["device"]
+    assert gpt2.parts()["device"] < 0.6 * torch_run.parts()["device"]
     assert gpt2.seconds == gpt2.parts()["host"]  # a few small matrices wait for the host
-    assert theirs.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
+    assert torch_run.launches == 396  # as counted before, by another count: 23 launches a matrix and its copies
 
 
 @pytest.mark.soak
@@ -98,12 +98,12 @@ MIXED = [(2304, 768), (768, 768), (3072, 768), (768, 3072), (256, 4096), (128, 9
 CLOSE = 1.02  # what vectors take
 
 
-def spent(where: str, shapes: Sequence[tuple[int, ...]], budget: float | None) -> tuple[DryRun, mm.Explanation, int]:
+def spent(layout: str, shapes: Sequence[tuple[int, ...]], budget: float | None) -> tuple[DryRun, mm.Explanation, int]:
     """A step with a budget, counted, what the optimizer tells of it, and the modelled peak."""
-    mesh, placements = WHERE[where]
+    mesh, placements = WHERE[layout]
     ranks: dict[str, Any] = {"mesh": mesh, "placements": on(*placements)} if mesh else {}
-    made = lambda model: mm.Muon(list(model.parameters()), memory_budget_mb=budget)  # noqa: E731
-    told: list[tuple[mm.Explanation, int]] = []
+    make = lambda model: mm.Muon(list(model.parameters()), memory_budget_mb=budget)  # noqa: E731
+    reports: list[tuple[mm.Explanation, int]] = []
 
     def step(optimizer: mm.Muon) -> None:
         optimizer.step()
@@ -113,46 +113,46 @@ def spent(where: str, shapes: Sequence[tuple[int, ...]], budget: float | None) -
         modelled = step_memory(
             planned.plan, moved, lambda number: of(number).squares, lambda number, shape: of(number).joins or shape
         )
-        told.append((optimizer.explain(), modelled))
+        reports.append((optimizer.explain(), modelled))
 
-    run = dry_run(bag(*shapes), made, world=math.prod(mesh.values()), steps=1, step=step, **ranks)
-    return run, *told[-1]
+    run = dry_run(bag(*shapes), make, world=math.prod(mesh.values()), steps=1, step=step, **ranks)
+    return run, *reports[-1]
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("layout", WHERE)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 8))])
-def test_a_step_keeps_to_its_budget_down_to_one_matrix(where: str, seed: int) -> None:
+def test_a_step_keeps_to_its_budget_down_to_one_matrix(layout: str, seed: int) -> None:
     """Peaks of the real step, and the modelled peak is near them; a larger budget never starts more."""
     numbers, least, before = random.Random(seed), 0, math.inf
     shapes = MIXED * 2 if seed == 0 else numbers.choices(MIXED, k=numbers.randint(3, 20))
     for budget in (0, 24, 64, 200):
-        run, told, modelled = spent(where, shapes, budget)
+        run, explanation, modelled = spent(layout, shapes, budget)
         least = least or run.peak_bytes
         assert run.peak_bytes <= CLOSE * max(least, budget * MIB)
-        assert told.budget_bytes == budget * MIB
+        assert explanation.budget_bytes == budget * MIB
         assert run.peak_bytes / CLOSE - MIB / 4 <= modelled <= 1.35 * run.peak_bytes
         assert run.launches + run.collectives <= before
         before = run.launches + run.collectives
 
 
-@pytest.mark.parametrize("where", ["one device", "ddp 8", "fsdp 8"])
-def test_the_default_takes_twice_the_memory_of_torch_or_160_mib(where: str) -> None:
+@pytest.mark.parametrize("layout", ["one device", "ddp 8", "fsdp 8"])
+def test_the_default_takes_twice_the_memory_of_torch_or_160_mib(layout: str) -> None:
     """With GPT-2's 12 layers the host then takes half of torch.optim.Muon's time; 2 × its memory is one line away."""
     shapes = GPT2 * 4
-    theirs = dry_run(bag(*shapes), torchs, steps=1)
-    run, *_ = spent(where, shapes, None)
+    torch_run = dry_run(bag(*shapes), torchs, steps=1)
+    run, *_ = spent(layout, shapes, None)
     assert run.peak_bytes <= 160 * MIB
-    assert run.parts()["host"] < 0.5 * theirs.parts()["host"] or where != "one device"
-    small, *_ = spent(where, shapes, 2 * theirs.peak_bytes / MIB)
-    assert small.peak_bytes <= CLOSE * 2 * theirs.peak_bytes
-    assert small.launches < theirs.launches / 3
+    assert run.parts()["host"] < 0.5 * torch_run.parts()["host"] or layout != "one device"
+    small, *_ = spent(layout, shapes, 2 * torch_run.peak_bytes / MIB)
+    assert small.peak_bytes <= CLOSE * 2 * torch_run.peak_bytes
+    assert small.launches < torch_run.launches / 3
     assert max(run.collectives, small.collectives) <= 40
 
 
 def test_llama_8b_under_ddp_on_8_takes_few_collectives_and_twice_the_memory_of_torch() -> None:
     """dion makes 4 all-gathers of it; 169 collectives before."""
-    run, told, _ = spent("ddp 8", LLAMA * 32, None)
-    assert run.collectives == told.collectives == 36
+    run, explanation, _ = spent("ddp 8", LLAMA * 32, None)
+    assert run.collectives == explanation.collectives == 36
     assert run.peak_bytes <= CLOSE * 2 * (8 * 14336 * 4096 + 4 * 4096 * 4096)  # as torch.optim.Muon, counted: 512 MiB
 
 
@@ -180,23 +180,23 @@ def test_a_small_matrix_takes_few_calls_of_python() -> None:
     """What the host calls in our files for one matrix more; a thousand take no time that depends on the machine."""
     files = f"{Path(mm.__file__).parent}/"  # a clone, and so its environment, may lie in a folder of the package's name
 
-    def calls(count: int) -> int:
-        found = 0
+    def calls(matrices: int) -> int:
+        counted = 0
 
-        def seen(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal found
+        def count_call(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal counted
             file = frame.f_code.co_filename
-            found += event == "call" and file.startswith(files) and "/tools/" not in file
+            counted += event == "call" and file.startswith(files) and "/tools/" not in file
 
         def step(optimizer: mm.Muon) -> None:
-            nonlocal found
-            found = 0
-            sys.setprofile(seen)
+            nonlocal counted
+            counted = 0
+            sys.setprofile(count_call)
             optimizer.step()
             sys.setprofile(None)
 
-        dry_run(bag(*[(64, 64)] * count), matrices_only, step=step, steps=2)  # the first creates state
-        return found
+        dry_run(bag(*[(64, 64)] * matrices), matrices_only, step=step, steps=2)  # the first creates state
+        return counted
 
     assert (calls(60) - calls(20)) / 40 <= 19
 
@@ -211,7 +211,7 @@ class Held(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "placements", "layers", "held"),
+    ("mesh", "placements", "layers", "limits"),
     [
         pytest.param({}, (), 2, Held(155, 28, 1537, 0.0), id="one-device"),
         pytest.param({}, (), 32, Held(1140, 28, 991, 0.0), id="one-device-whole", marks=SOAK),
@@ -234,15 +234,15 @@ class Held(NamedTuple):
         pytest.param({"replicate": 64}, (Replicate(),), 2, Held(100, 24, 1009, 7.398752256), id="ddp-64"),
     ],
 )
-def test_layers_of_llama_8b(mesh: dict[str, int], placements: tuple[Placement, ...], layers: int, held: Held) -> None:
+def test_layers_of_llama_8b(mesh: dict[str, int], placements: tuple[Placement, ...], layers: int, limits: Held) -> None:
     """Memory is that of a few of the largest matrices, however many replicas there are. The whole: 10 s."""
     ranks: dict[str, Any] = {"mesh": mesh, "placements": on(*placements)} if mesh else {}
     run = dry_run(bag(*LLAMA * layers), matrices_only, world=math.prod(mesh.values()), steps=1, **ranks)
-    assert run.launches <= held.launches
-    assert run.bytes_per_element <= held.bytes_per_element
-    assert run.peak_bytes <= held.peak_mib * MIB
+    assert run.launches <= limits.launches
+    assert run.bytes_per_element <= limits.bytes_per_element
+    assert run.peak_bytes <= limits.peak_mib * MIB
     assert run.kept_bytes < VECTORS
-    assert run.bytes_sent == pytest.approx(held.gigabytes_sent * 1e9, rel=1e-3)
+    assert run.bytes_sent == pytest.approx(limits.gigabytes_sent * 1e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("rule", ["adamuon", pytest.param("hyperball", marks=pytest.mark.soak)])
@@ -259,9 +259,9 @@ def test_sums_over_matrices_do_not_make_replicas_cost_memory(
 ) -> None:
     """The replica of the owner adds up; what goes to the others travels in rounds, as without sums."""
     ruled = lambda model: mm.Muon([{"params": list(model.parameters()), "algorithm": rule}])  # noqa: E731
-    model, one = bag(*[(4096, 4096)] * 4), 4096 * 4096
+    model, elements = bag(*[(4096, 4096)] * 4), 4096 * 4096
     run = dry_run(model, ruled, world=64, mesh=mesh, placements=on(*placements), steps=1)
-    assert run.peak_bytes <= 5 * 2 * one + 9 * 8 * one  # the second: what computes the summands in fp64
+    assert run.peak_bytes <= 5 * 2 * elements + 9 * 8 * elements  # the second: what computes the summands in fp64
     assert run.kept_bytes < VECTORS
 
 
@@ -275,11 +275,11 @@ def test_sums_over_a_large_matrix_take_parts_of_it_at_a_time() -> None:
 @pytest.mark.parametrize("shape", [(14336, 4096), (4096, 14336), (28672, 8192)], ids=str)
 def test_a_large_matrix_takes_less_memory_than_with_torch(shape: tuple[int, int]) -> None:
     """In bf16 X twice and four squares, or less: the squares of two Gram steps."""
-    ours, theirs = (dry_run(bag(shape), make, steps=2) for make in (matrices_only, torchs))
+    muonmesh_run, torch_run = (dry_run(bag(shape), make, steps=2) for make in (matrices_only, torchs))
     (rows, cols) = sorted(shape)
-    assert ours.peak_bytes <= 2 * (2 * rows * cols + 4 * rows * rows) + MIB
-    assert ours.peak_bytes <= 0.7 * theirs.peak_bytes
-    assert ours.launches <= 40
+    assert muonmesh_run.peak_bytes <= 2 * (2 * rows * cols + 4 * rows * rows) + MIB
+    assert muonmesh_run.peak_bytes <= 0.7 * torch_run.peak_bytes
+    assert muonmesh_run.launches <= 40
 
 
 def test_experts_of_one_tensor_are_one_operation() -> None:
@@ -299,8 +299,8 @@ def test_bytes_sent_are_what_the_layout_needs() -> None:
 
 def test_without_triton_bytes_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = dry_run(bag(*GPT2), matrices_only)
-    for place in ("numerics.kernels", "step.by_kernel"):
-        monkeypatch.setattr(f"muonmesh.{place}.is_usable", lambda device: False)
+    for module in ("numerics.kernels", "step.by_kernel"):
+        monkeypatch.setattr(f"muonmesh.{module}.is_usable", lambda device: False)
     plain = dry_run(bag(*GPT2), matrices_only)
     assert plain.kernels < fused.kernels
     assert fused.bytes_per_element < plain.bytes_per_element <= 150  # each part of a rule is masked by itself
@@ -418,8 +418,8 @@ def test_state_on_the_host_stays_there_when_it_is_compared_measured_and_loaded()
                 if form.key != "step":
                     devices.add(f"{member.tensor.device.type}: {form.saved.fresh().device.type}")
 
-    made = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731
-    run = dry_run(Model(), made, step=step, world=4)
+    make = lambda model: mm.from_model(model, state_device="cpu", process_group="world")  # noqa: E731
+    run = dry_run(Model(), make, step=step, world=4)
     assert run.state_bytes < 1000
     assert devices == {"cuda: cpu"}
 

@@ -45,11 +45,11 @@ def loss_of_job(job: Job) -> float:
     return 4 + (math.log2(job.multiple) - best) ** 2 + abs(math.log(job.decay / 0.5)) + 0.01 * job.seed
 
 
-def swept(budget: Budget, most: int | None = None, found: Callable[[Job], float] = loss_of_job) -> list[dict[str, Any]]:
+def swept(budget: Budget, most: int | None = None, loss: Callable[[Job], float] = loss_of_job) -> list[dict[str, Any]]:
     """Train one job after another, as a sweep with one worker would."""
     runs: list[dict[str, Any]] = []
     while len(runs) != most and (jobs := remaining_jobs(runs, SIZES, SOME, budget, 3)):
-        runs.append(record(jobs[0], {"validation": [(10, 5.0), (20, found(jobs[0]))], "lr": 0.1, "seconds": 1.0}))
+        runs.append(record(jobs[0], {"validation": [(10, 5.0), (20, loss(jobs[0]))], "lr": 0.1, "seconds": 1.0}))
     return runs
 
 
@@ -64,11 +64,11 @@ def test_every_rule_gets_the_trainings_of_the_budget(name: str) -> None:
 
 def test_a_cut_leaves_the_rules_level_and_changes_nothing() -> None:
     runs = swept(FULL)
-    for done in range(len(runs)):
-        per_rule = Counter({rule: 0 for rule in SOME}) + Counter(run["rule"] for run in runs[:done])
+    for finished in range(len(runs)):
+        per_rule = Counter({rule: 0 for rule in SOME}) + Counter(run["rule"] for run in runs[:finished])
         assert max(per_rule.values(), default=0) - min(per_rule[rule] for rule in SOME) <= 1
-        assert remaining_jobs(runs[:done], SIZES, SOME, FULL, 3)[0] == Job(
-            *(runs[done][key] for key in Job.__dataclass_fields__)
+        assert remaining_jobs(runs[:finished], SIZES, SOME, FULL, 3)[0] == Job(
+            *(runs[finished][key] for key in Job.__dataclass_fields__)
         )
     assert [size for size, _ in itertools.groupby(run["size"] for run in runs)] == list(SIZES)
 
@@ -89,7 +89,7 @@ def test_pairs_around_the_best_one_lie_between_or_beyond() -> None:
 
 
 def test_trainings_that_diverged_end_a_stage_too() -> None:
-    runs = swept(FULL, found=lambda job: math.inf if job.rule == "soap" else loss_of_job(job))
+    runs = swept(FULL, loss=lambda job: math.inf if job.rule == "soap" else loss_of_job(job))
     assert Counter(run["rule"] for run in runs)["soap"] == 2 * FULL.trainings(3)
     assert math.isinf(final(chosen(runs, "soap")[0]))
 
@@ -102,16 +102,16 @@ def comparison(path: Path, seconds: float = 0, started: float = 0.0, longest: fl
 
 
 def test_no_training_begins_that_would_end_too_late(tmp_path: Path) -> None:
-    now = time.monotonic()
-    work = comparison(tmp_path / "lines.jsonl", seconds=1000, started=now)
+    start = time.monotonic()
+    work = comparison(tmp_path / "lines.jsonl", seconds=1000, started=start)
     first = work.next([])
     assert first == Job("48x2", "adamw", 1.0, 0.1, 0)
     work.note(first, {"validation": [(20, 4.0)], "lr": 0.1, "seconds": 900.0})
     second = work.next([Job("48x2", "muon", 1.0, 0.1, 0)])
     assert second == Job("48x2", "soap", 1.0, 0.1, 0), "the next that nobody trains"
-    work.until = now + 800
+    work.until = start + 800
     assert work.next([]) == Job("64x3", "adamw", 1.0, 0.1, 0), "nothing is known of that size"
-    work.until = now - 1
+    work.until = start - 1
     assert work.next([]) is None
 
 
@@ -160,8 +160,8 @@ def test_a_table_has_steps_and_seconds_to_the_loss_of_adamw() -> None:
     ends = {"adamw": (4.0, 4.2), "muon": (3.0, 3.2), "soap": (5.0, 5.0)}
     runs = [
         record(Job("48x2", rule, 1.0, 0.1, seed), {"validation": [(100, 5.0), (200, end)], "lr": 0.01, "seconds": 1.0})
-        for rule, both in ends.items()
-        for seed, end in enumerate(both)
+        for rule, losses in ends.items()
+        for seed, end in enumerate(losses)
     ]
     assert table(runs, {"adamw": 10.0, "muon": 20.0}) == [
         ["AdamW", "1.0e-2", "0.1", "2", "4.100", "0.200", "200", "10.0", "2.00"],
@@ -208,9 +208,9 @@ def test_the_command_is_cut_goes_on_and_reports(tmp_path: Path) -> None:
     command += ["--steps", "4", "--seeds", "1", "--cache", str(tmp_path / "corpus")]
 
     def ran(*more: str) -> str:
-        done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        run = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run.stdout
 
     ran("--workers", "1", "--seconds", "0.1", "--out", str(file))
     assert [line["kind"] for line in read(file)] == ["about", "timing"]

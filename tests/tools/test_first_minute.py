@@ -43,23 +43,23 @@ def reported(sides: tuple[int, ...]) -> tuple[int, str]:
 def test_every_figure_stands_beside_its_model_and_a_failure_is_told(interpreter: Callable[..., Any]) -> None:
     failed, text = interpreter(reported, (16, -1))  # there is no matrix of -1 rows
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    figures = {what: (modelled, measured) for what, modelled, measured in rows[1:]}
+    figures = {figure: (modelled, measured) for figure, modelled, measured in rows[1:]}
     assert failed
     assert figures.pop("products") == ("", "FAILED, see below")
     assert "Traceback" in text
-    judged = {what: measured for what, (_, measured) in figures.items() if "error, largest" in what}
+    judged = {figure: measured for figure, (_, measured) in figures.items() if "error, largest" in figure}
     assert len(judged) == len(first.SPECTRA) * len(first.WAYS), text
     for measured in judged.values():
         error, largest, bits = measured.split(", ")
         assert float(error) < 1.0
         assert float(largest) < 2.0
         assert bits == "the same bits"
-    counted = {what: pair for what, pair in figures.items() if what not in judged}
+    counted = {figure: pair for figure, pair in figures.items() if figure not in judged}
     # ceilings, host, products of one side, ways, steps, messages; one rank sends nothing
     assert len(counted) == 4 + 3 + (2 + 6) + (len(first.WAYS) + 1) + 4 + 2 + 3, text
-    for what, (modelled, measured) in counted.items():
-        assert not modelled or all(float(number) >= 0 for number in modelled.split(" to ")), what
-        assert "library" in what or float(measured) > 0, what
+    for figure, (modelled, measured) in counted.items():
+        assert not modelled or all(float(number) >= 0 for number in modelled.split(" to ")), figure
+        assert "library" in figure or float(measured) > 0, figure
     assert "all-to-all, 2 ranks, 4 bytes, µs" in figures
 
 

@@ -44,29 +44,29 @@ def test_a_forecast_is_near_a_dry_run(
     def muon(model: nn.Module) -> mm.Muon:
         return mm.Muon(list(model.named_parameters()), lr=0.02)
 
-    def place(shape: tuple[int, ...]) -> layout.MeshLayout:
-        ours = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
-        return layout.MeshLayout(shape, tuple(mesh.values()), tuple(range(world)), ours)
+    def layout_of(shape: tuple[int, ...]) -> layout.MeshLayout:
+        splits = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
+        return layout.MeshLayout(shape, tuple(mesh.values()), tuple(range(world)), splits)
 
     spread = {"world": world, "mesh": mesh, "placements": lambda name, parameter: placements} if world > 1 else {}
     run = dry_run(model, muon, steps=1, **spread)
-    weights = [Weight(f"weight{number}", place(shape), "whole") for number, shape in enumerate(shapes)]
-    found = forecast(weights, rank=0)
+    weights = [Weight(f"weight{number}", layout_of(shape), "whole") for number, shape in enumerate(shapes)]
+    modelled = forecast(weights, rank=0)
 
-    assert found.bytes_sent == run.bytes_sent
-    assert found.collectives == run.collectives
-    assert found.flops == pytest.approx(run.flops, rel=0.1)
-    assert found.stored["weights"] == run.elements * 4
-    assert found.launches == pytest.approx(run.launches, rel=0.15)
-    assert found.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
-    assert found.exchange == pytest.approx(run.peak_bytes, rel=0.35)
-    assert found.messages == run.messages
-    assert found.kernels == pytest.approx(run.kernels, rel=0.15)
-    assert found.views == pytest.approx(run.views, rel=0.35)
-    assert found.slow_flops == pytest.approx(run.slow_flops, rel=0.1)
-    assert found.seconds == pytest.approx(run.seconds, rel=0.25)
-    assert found.best_seconds == pytest.approx(run.best_seconds, rel=0.25)
-    assert found.best_seconds <= found.seconds  # where the wire takes longer, it alone counts
+    assert modelled.bytes_sent == run.bytes_sent
+    assert modelled.collectives == run.collectives
+    assert modelled.flops == pytest.approx(run.flops, rel=0.1)
+    assert modelled.stored["weights"] == run.elements * 4
+    assert modelled.launches == pytest.approx(run.launches, rel=0.15)
+    assert modelled.elementwise_bytes == pytest.approx(run.elementwise_bytes, rel=0.25)
+    assert modelled.exchange == pytest.approx(run.peak_bytes, rel=0.35)
+    assert modelled.messages == run.messages
+    assert modelled.kernels == pytest.approx(run.kernels, rel=0.15)
+    assert modelled.views == pytest.approx(run.views, rel=0.35)
+    assert modelled.slow_flops == pytest.approx(run.slow_flops, rel=0.1)
+    assert modelled.seconds == pytest.approx(run.seconds, rel=0.25)
+    assert modelled.best_seconds == pytest.approx(run.best_seconds, rel=0.25)
+    assert modelled.best_seconds <= modelled.seconds  # where the wire takes longer, it alone counts
 
 
 @pytest.mark.parametrize("rule", ["soap", "normuon", "adamuon", "scion_sign"])
@@ -76,22 +76,22 @@ def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
     model = nn.Module()
     for number, shape in enumerate(shapes):
         model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
-    told: list[mm.Explanation] = []
+    explanations: list[mm.Explanation] = []
 
     def step(optimizer: mm.Muon) -> None:
         optimizer.step()
-        told.append(optimizer.explain())
+        explanations.append(optimizer.explain())
 
-    made = lambda model: mm.Muon([{"params": list(model.named_parameters()), "algorithm": rule}])  # noqa: E731
-    placed = {"world": 4, "mesh": {"shard": 4}, "placements": lambda name, parameter: (Shard(0),)}
-    run = dry_run(model, made, steps=1, step=step, **placed)
-    place = [layout.MeshLayout(shape, (4,), (0, 1, 2, 3), (layout.Shard(0),)) for shape in shapes]
-    weights = [Weight(f"weight{number}", where, "whole") for number, where in enumerate(place)]
-    found = forecast(weights, rank=0, rule=rule)
-    assert found.plan.loads == told[-1].flops
-    assert (found.bytes_sent, found.collectives) == (run.bytes_sent, run.collectives)
-    assert found.bytes_received == told[-1].bytes_received
-    assert found.stored["momentum"] == told[-1].state_bytes
+    make = lambda model: mm.Muon([{"params": list(model.named_parameters()), "algorithm": rule}])  # noqa: E731
+    spread = {"world": 4, "mesh": {"shard": 4}, "placements": lambda name, parameter: (Shard(0),)}
+    run = dry_run(model, make, steps=1, step=step, **spread)
+    layouts = [layout.MeshLayout(shape, (4,), (0, 1, 2, 3), (layout.Shard(0),)) for shape in shapes]
+    weights = [Weight(f"weight{number}", placed, "whole") for number, placed in enumerate(layouts)]
+    modelled = forecast(weights, rank=0, rule=rule)
+    assert modelled.plan.loads == explanations[-1].flops
+    assert (modelled.bytes_sent, modelled.collectives) == (run.bytes_sent, run.collectives)
+    assert modelled.bytes_received == explanations[-1].bytes_received
+    assert modelled.stored["momentum"] == explanations[-1].state_bytes
     with pytest.raises(ValueError, match="rule: found 'adamw'; needed one of muon, normuon"):
         forecast(weights, rule="adamw")
 
@@ -108,10 +108,10 @@ def test_the_busiest_rank_is_told_of_unless_another_is_asked_for() -> None:
 def test_the_modelled_time_follows_the_rates() -> None:
     weights = [Weight("weight", layout.MeshLayout.replicated((512, 512), (0, 1)), "whole")]
     free = dict.fromkeys(("kernel", "operation", "view", "matrix", "collective", "message"), 0.0)
-    found = forecast(weights, rates=DeviceRates(flops=1e6, published=1e5, bytes=math.inf, wire=math.inf, **free))
-    assert found.best_seconds == pytest.approx(found.flops / 1e6)
-    assert found.seconds == pytest.approx(found.slow_flops / 1e5)
-    assert found.slow_flops == pytest.approx(found.flops * (3000 / 512) ** 1.2)
+    modelled = forecast(weights, rates=DeviceRates(flops=1e6, published=1e5, bytes=math.inf, wire=math.inf, **free))
+    assert modelled.best_seconds == pytest.approx(modelled.flops / 1e6)
+    assert modelled.seconds == pytest.approx(modelled.slow_flops / 1e5)
+    assert modelled.slow_flops == pytest.approx(modelled.flops * (3000 / 512) ** 1.2)
 
 
 def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
@@ -121,11 +121,11 @@ def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
         for number, shape in enumerate(shapes):
             model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
         run = dry_run(model, lambda model: torch.optim.Muon(list(model.parameters()), lr=0.02), steps=1)
-        place = [layout.MeshLayout.replicated(shape, (0,)) for shape in shapes]
-        found = forecast([Weight(f"weight{number}", where, "whole") for number, where in enumerate(place)])
-        assert found.seconds_of_torch() == pytest.approx(run.seconds, rel=0.25)
-        assert found.seconds_of_torch(published=False) == pytest.approx(run.best_seconds, rel=0.25)
-        assert found.seconds < found.seconds_of_torch()
+        layouts = [layout.MeshLayout.replicated(shape, (0,)) for shape in shapes]
+        modelled = forecast([Weight(f"weight{number}", placed, "whole") for number, placed in enumerate(layouts)])
+        assert modelled.seconds_of_torch() == pytest.approx(run.seconds, rel=0.25)
+        assert modelled.seconds_of_torch(published=False) == pytest.approx(run.best_seconds, rel=0.25)
+        assert modelled.seconds < modelled.seconds_of_torch()
 
 
 def test_what_adamw_would_take_is_what_a_dry_run_of_it_takes() -> None:
@@ -133,8 +133,8 @@ def test_what_adamw_would_take_is_what_a_dry_run_of_it_takes() -> None:
     model = nn.Module()
     model.register_parameter("weight", nn.Parameter(torch.empty(8192, 8192, device="meta")))
     run = dry_run(model, lambda model: torch.optim.AdamW(list(model.parameters()), fused=True), steps=1)
-    found = forecast([Weight("weight", layout.MeshLayout.replicated((8192, 8192), (0,)), "whole")])
-    assert found.seconds_of_adamw() == pytest.approx(run.seconds * 7 / 8, rel=0.05)
+    modelled = forecast([Weight("weight", layout.MeshLayout.replicated((8192, 8192), (0,)), "whole")])
+    assert modelled.seconds_of_adamw() == pytest.approx(run.seconds * 7 / 8, rel=0.05)
 
 
 def test_small_products_are_as_slow_as_published_ones() -> None:
@@ -149,10 +149,10 @@ def test_small_products_are_as_slow_as_published_ones() -> None:
 
 def test_vectors_and_embeddings_are_stored_and_not_computed() -> None:
     weights = [Weight("embedding", layout.MeshLayout((100, 8), (4,), (0, 1, 2, 3), (layout.Shard(0),)), None)]
-    found = forecast(weights, itemsize=2)
-    assert (found.flops, found.owned, found.bytes_sent) == (0, (), 0)
-    assert found.stored["weights"] == found.stored["gradients"] == 25 * 8 * 2
-    assert (found.stored["momentum"], found.stored["AdamW's moments"]) == (0, 2 * 25 * 8 * 2)
+    modelled = forecast(weights, itemsize=2)
+    assert (modelled.flops, modelled.owned, modelled.bytes_sent) == (0, (), 0)
+    assert modelled.stored["weights"] == modelled.stored["gradients"] == 25 * 8 * 2
+    assert (modelled.stored["momentum"], modelled.stored["AdamW's moments"]) == (0, 2 * 25 * 8 * 2)
 
 
 def test_a_matrix_with_more_copies_than_others_goes_to_one_owner_too() -> None:
@@ -162,9 +162,9 @@ def test_a_matrix_with_more_copies_than_others_goes_to_one_owner_too() -> None:
     whole = layout.MeshLayout((64, 48), mesh, ranks, (layout.Replicate(), layout.Replicate()))
     for names in (("cut", "whole"), ("whole", "cut")):
         weights = [Weight(name, {"cut": cut, "whole": whole}[name], "whole") for name in names]
-        found = [forecast(weights, rank=rank, to_owners=True) for rank in ranks]
-        sent = [one.gradients.bytes_sent for one in found]
+        by_rank = [forecast(weights, rank=rank, to_owners=True) for rank in ranks]
+        sent = [modelled.gradients.bytes_sent for modelled in by_rank]
         # of each of the two, one replica of the four shards sends what the other one owns
         assert sent == [64 * 48 * 4] * 4 + [64 * 64 * 4] * 4
-        kept = [math.prod(p.momentum_storage.local_shape(rank)) for rank in ranks for p in found[0].plan.parameters]
-        assert sum(kept) == 256 * 64 + 64 * 48
+        sizes = [math.prod(p.momentum_storage.local_shape(rank)) for rank in ranks for p in by_rank[0].plan.parameters]
+        assert sum(sizes) == 256 * 64 + 64 * 48

@@ -27,21 +27,21 @@ SHAPES = ((12, 20), (20, 12))
 EXACT = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 
 
-def moved_apart(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
+def moved_apart(weight: Tensor, other: Tensor, start: Tensor) -> float:
     """The distance of two ends, relative to the way from the start."""
-    return float((ours - theirs).norm() / (theirs - start).norm())
+    return float((weight - other).norm() / (other - start).norm())
 
 
 def steps_apart(step: peers.Step, settings: dict[str, Any], shape: tuple[int, int], algorithm: str = "muon") -> float:
     """How far our three steps end from theirs; the gradients are those of no particular scale."""
     start = random_fp64(*shape)
-    weight, theirs, state = nn.Parameter(start.clone()), start.clone(), {}
+    weight, other, state = nn.Parameter(start.clone()), start.clone(), {}
     optimizer = mm.Muon([{"params": [weight], "algorithm": algorithm, **settings}], **EXACT)
     for seed in (1, 2, 3):
         weight.grad = random_fp64(*shape, seed=seed)
-        theirs = step(theirs, weight.grad, state)
+        other = step(other, weight.grad, state)
         optimizer.step()
-    return moved_apart(weight.detach(), theirs, start)
+    return moved_apart(weight.detach(), other, start)
 
 
 MUON: list[tuple[Any, Any, dict[str, Any]]] = [
@@ -124,12 +124,12 @@ MUON: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "name", "settings"), MUON, ids=[f"{row[1]}{i}" for i, row in enumerate(MUON)])
-def test_our_steps_are_theirs(theirs: Any, name: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("peer", "name", "settings"), MUON, ids=[f"{row[1]}{i}" for i, row in enumerate(MUON)])
+def test_our_steps_are_theirs(peer: Any, name: Any, settings: dict[str, Any]) -> None:
     converted = mm.convert_settings(name, **settings)
     converted.pop("adamw", None)
     for shape in SHAPES:
-        assert steps_apart(theirs(**settings), converted, shape) < 1e-5
+        assert steps_apart(peer(**settings), converted, shape) < 1e-5
 
 
 @pytest.mark.parametrize(("cautious", "mode"), [(True, "cautious"), (False, "full")])
@@ -157,21 +157,21 @@ def test_torch_s_own_muon_and_adamw_together() -> None:
     """In bf16, in which torch's Muon always computes: two iterations of five products differ by about a percent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 24), nn.Linear(24, 40, bias=False), nn.Linear(40, 24), nn.Linear(24, 10))
-    theirs = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    twins = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    embedding, first, second, bias, head, head_bias = theirs
+    embedding, first, second, bias, head, head_bias = twins
     muon = torch.optim.Muon([first, second], lr=0.03, momentum=0.9, nesterov=False, weight_decay=0.4)
     decayed, vectors = {"params": [embedding, head], "weight_decay": 0.2}, {"params": [bias, head_bias]}
     adamw = torch.optim.AdamW([decayed, vectors], lr=0.002, betas=(0.8, 0.9), eps=1e-7, weight_decay=0.0)
     settings = mm.convert_settings(muon, adamw)
-    ours = mm.from_model(model, **settings)
+    muonmesh = mm.from_model(model, **settings)
     for seed in (1, 2, 3):
-        for mine, other in zip(model.parameters(), theirs, strict=True):
-            mine.grad = random_fp64(*mine.shape, seed=seed).float()
-            other.grad = mine.grad.clone()
-        for optimizer in (ours, muon, adamw):
+        for weight, other in zip(model.parameters(), twins, strict=True):
+            weight.grad = random_fp64(*weight.shape, seed=seed).float()
+            other.grad = weight.grad.clone()
+        for optimizer in (muonmesh, muon, adamw):
             optimizer.step()
-    apart = [moved_apart(m.detach(), t.detach(), s) for m, t, s in zip(model.parameters(), theirs, start, strict=True)]
+    apart = [moved_apart(m.detach(), t.detach(), s) for m, t, s in zip(model.parameters(), twins, start, strict=True)]
     assert [value < 0.03 for value in apart] == [True] * 6
     assert [apart[i] for i in (0, 3, 4, 5)] == [0.0] * 4  # AdamW's half is torch's own, bit for bit
 
@@ -200,17 +200,17 @@ def test_from_adamw_its_half_is_the_same_and_matrices_step_as_far() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 24), nn.Linear(24, 40, bias=False), nn.Linear(40, 10))
     table, matrix = model[0].weight, model[1].weight
-    theirs = [nn.Parameter(table.detach().clone()), nn.Parameter(matrix.detach().clone())]
-    adamw = torch.optim.AdamW(theirs, lr=0.002, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.3)
-    ours = mm.from_model(model, **mm.convert_settings(adamw))
+    twins = [nn.Parameter(table.detach().clone()), nn.Parameter(matrix.detach().clone())]
+    adamw = torch.optim.AdamW(twins, lr=0.002, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.3)
+    muonmesh = mm.from_model(model, **mm.convert_settings(adamw))
     for seed in range(40):
         table.grad, matrix.grad = random_fp64(10, 24, seed=seed).float(), random_fp64(40, 24, seed=seed + 100).float()
-        theirs[0].grad, theirs[1].grad = table.grad.clone(), matrix.grad.clone()
-        before = [matrix.detach().clone(), theirs[1].detach().clone()]
-        ours.step()
+        twins[0].grad, twins[1].grad = table.grad.clone(), matrix.grad.clone()
+        before = [matrix.detach().clone(), twins[1].detach().clone()]
+        muonmesh.step()
         adamw.step()
-    assert torch.equal(table, theirs[0])
-    steps = [after.detach() - old * (1 - 0.002 * 0.3) for after, old in zip((matrix, theirs[1]), before, strict=True)]
+    assert torch.equal(table, twins[0])
+    steps = [after.detach() - old * (1 - 0.002 * 0.3) for after, old in zip((matrix, twins[1]), before, strict=True)]
     rms = [float(step.square().mean().sqrt()) / 0.002 for step in steps]
     assert rms[0] == pytest.approx(0.2 * math.sqrt(24 / 24), rel=0.05)  # 24 singular values of about 1 in 40 × 24
     assert 0.5 < rms[1] / rms[0] < 2
@@ -223,12 +223,12 @@ def test_a_configuration_speaks_of_both_halves() -> None:
     config = {"lr": 1e-3, "muon_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-9}
     settings = mm.convert_settings("deepspeed", **config)
     assert (settings["lr"], settings["momentum"], settings["adamw"]["lr"]) == (0.02, 0.9, 1e-3)
-    ours = mm.from_model(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)), **settings)
-    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in ours.param_groups}
-    assert found["muon"] == (0.02, 0.1)
-    assert found["adamw.embeddings"] == (1e-3, 0.1)
-    assert found["adamw.vectors"] == (1e-3, 0.0)
-    assert ours.param_groups[1]["adamw_betas"] == (0.9, 0.98)
+    optimizer = mm.from_model(nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5)), **settings)
+    by_name = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert by_name["muon"] == (0.02, 0.1)
+    assert by_name["adamw.embeddings"] == (1e-3, 0.1)
+    assert by_name["adamw.vectors"] == (1e-3, 0.0)
+    assert optimizer.param_groups[1]["adamw_betas"] == (0.9, 0.98)
 
 
 def test_megatron_s_configuration() -> None:
@@ -274,25 +274,25 @@ def test_groups_of_vectors_that_do_not_decay_are_as_ours() -> None:
 def test_each_group_of_many_is_converted_by_itself() -> None:
     """KellerJordan's own example has a rate for head, embedding and scalars each."""
     matrix, head, table = (nn.Parameter(random_fp64(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
-    theirs = [
+    peer_groups = [
         {"params": [head], "lr": 0.22, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
         {"params": [table], "lr": 0.6, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
         {"params": [matrix], "lr": 0.05, "momentum": 0.95, "use_muon": True},
     ]
     with pytest.raises(ValueError, match=r"lr.*0\.22.*0\.6.*; needed .*\. Convert each group by itself"):
-        mm.convert_settings("keller_jordan", *theirs)
+        mm.convert_settings("keller_jordan", *peer_groups)
     groups = [
         {
             "params": group["params"],
             "algorithm": "muon" if group["use_muon"] else "adamw",
             **mm.convert_settings("keller_jordan", group),
         }
-        for group in theirs
+        for group in peer_groups
     ]
-    ours = mm.Muon(groups)
-    assert [group["lr"] for group in ours.param_groups] == [0.22, 0.6, 0.05]
-    assert [group["weight_decay"] for group in ours.param_groups] == [0, 0, 0]
-    assert ours.param_groups[0]["adamw_eps"] == 1e-10
+    optimizer = mm.Muon(groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.22, 0.6, 0.05]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0, 0]
+    assert optimizer.param_groups[0]["adamw_eps"] == 1e-10
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -309,9 +309,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "said"), REFUSED, ids=[f"{row[0]}{i}" for i, row in enumerate(REFUSED)])
-def test_what_has_no_counterpart_is_refused(name: Any, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=rf"{said}.*; needed "):
+@pytest.mark.parametrize(("name", "settings", "words"), REFUSED, ids=[f"{row[0]}{i}" for i, row in enumerate(REFUSED)])
+def test_what_has_no_counterpart_is_refused(name: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{words}.*; needed "):
         mm.convert_settings(name, **settings)
 
 

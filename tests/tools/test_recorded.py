@@ -81,9 +81,9 @@ def test_waterfalls(name: str, page: str, columns: int) -> None:
     for key, table in tables.items():
         ratios = [table[how]["torch"] / table[how]["ours"] for how in ("shared", "alone")]
         limit = table["alone"]["torch"] / table["least"]
-        told = f"{limit:.1f}" if name == "waterfall" or limit < 10 else f"{limit:.0f}" if limit < 100 else ""
+        rounded = f"{limit:.1f}" if name == "waterfall" or limit < 10 else f"{limit:.0f}" if limit < 100 else ""
         parts = [100 * table[part] / table["alone"]["ours"] for part in PARTS]
-        cells = [*(f"{ratio:.2f}" for ratio in ratios), told, *(f"{part:.0f} %" for part in parts)][:columns]
+        cells = [*(f"{ratio:.2f}" for ratio in ratios), rounded, *(f"{part:.0f} %" for part in parts)][:columns]
         rows.append(f"| {WORKLOADS[key]} | {' | '.join(cells)} |".replace("|  |", "| |"))
     rows = [row.replace("| -0 %", "| 0 %").replace("| -", "| −") for row in rows]
     assert missing_rows(rows, report(page)) == []
@@ -103,9 +103,9 @@ def test_layouts_beside_other_packages() -> None:
 
 def test_gradients_straight_to_owners_on_slow_links() -> None:
     page, rows = (ROOT / "docs/to-owners.md").read_text(), []
-    for case, found in recorded("to_owners")["tables"]["gradients"].items():
+    for case, table in recorded("to_owners")["tables"]["gradients"].items():
         ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
-        ratios = (found[f"{name} over adamw"] for name in ("muon", "to_owners"))
+        ratios = (table[f"{name} over adamw"] for name in ("muon", "to_owners"))
         rows.append(f"| {ranks} | {link} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
     assert missing_rows(rows, page) == []
 
@@ -132,24 +132,24 @@ def test_memory_of_a_thread() -> None:
 
 
 def test_other_pools() -> None:
-    found, page, rows = recorded("spinning"), " ".join(report("thread-pools").split()), []
-    for name, table in found["middle of rounds"].items():
-        told = name if name.startswith("Intel") or name == "default" else f"`{name}`"
+    record, page, rows = recorded("spinning"), " ".join(report("thread-pools").split()), []
+    for name, table in record["middle of rounds"].items():
+        title = name if name.startswith("Intel") or name == "default" else f"`{name}`"
         pools = ("ours", "pinned", "caller", "team")
         pairs = (f"{table['begun'][p]:.1f} / {table['ended'][p]:.1f}" if p in table["begun"] else "" for p in pools)
-        rows.append(f"| {told} | {' | '.join(pairs)} | {table['woken']:.0f} |".replace("|  |", "| |"))
+        rows.append(f"| {title} | {' | '.join(pairs)} | {table['woken']:.0f} |".replace("|  |", "| |"))
     assert missing_rows(rows, page) == []
-    for some in list(found["torch.optim.Muon over ours, 40 of 256x256, two runs each"].values())[1:]:
-        low, high = sorted(some)
+    for ratios in list(record["torch.optim.Muon over ours, 40 of 256x256, two runs each"].values())[1:]:
+        low, high = sorted(ratios)
         assert f"{low:.2f} and {high:.2f}" in page
 
 
 def test_floors_of_the_guard() -> None:
     page = (ROOT / "benchmarks/README.md").read_text()
     for name in ("layers", "middle", "small"):
-        both = recorded(f"guard_{name}")["tables"]["one"]["contenders"]
-        times = zip(both["torch.optim.Muon"]["milliseconds"], both["muonmesh"]["milliseconds"], strict=True)
-        ratio = statistics.median(theirs / ours for theirs, ours in times)
+        contenders = recorded(f"guard_{name}")["tables"]["one"]["contenders"]
+        times = zip(contenders["torch.optim.Muon"]["milliseconds"], contenders["muonmesh"]["milliseconds"], strict=True)
+        ratio = statistics.median(torch_time / muonmesh_time for torch_time, muonmesh_time in times)
         assert re.search(rf"\| {ratio:.2f}, [^|]*\| {0.75 * ratio:.1f} \|", page), (name, ratio)
 
 
@@ -168,27 +168,27 @@ def test_trainings_in_the_form_of_devices() -> None:
 
 
 def test_deflated_beside_others() -> None:
-    found, text = recorded("iterations_deflated"), section(report("iterations"), "## Deflation and a Schatten norm")
-    told = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", text, re.MULTILINE))
-    seen, ratios = 0, []
-    for table in found["accuracy"]:
+    record, text = recorded("iterations_deflated"), section(report("iterations"), "## Deflation and a Schatten norm")
+    by_input = dict(re.findall(r"^\| ([^|]+?) \| (.*) \|$", text, re.MULTILINE))
+    matched, ratios = 0, []
+    for table in record["accuracy"]:
         name = table["input"]
         if match := re.fullmatch(r"gpt2\.(\d+)\.transformer\.h\.(\d)\.(.*)", name):
             name = f"GPT-2, step {match[1]}, block {match[2]}, {WEIGHTS[match[3]]}"
             ratios += [
-                table[way]["polar"] / table["polar_express"]["polar"] for way in ("deflated", "deflated, compiled")
+                table[label]["polar"] / table["polar_express"]["polar"] for label in ("deflated", "deflated, compiled")
             ]
         names = ("simple", "polar_express", "deflated", "deflated, compiled", "O")
-        if name in told:
-            seen += 1
-            assert told[name] == " | ".join(short(table[one]["polar"]) for one in names), name
-    assert (seen, len(ratios)) == (15, 48)
+        if name in by_input:
+            matched += 1
+            assert by_input[name] == " | ".join(short(table[coefficients]["polar"]) for coefficients in names), name
+    assert (matched, len(ratios)) == (15, 48)
     assert f"all 24 momenta, by {100 * (1 - max(ratios)):.0f} to {100 * (1 - min(ratios)):.0f} %" in text
     for name in ("deflated", "deflated, compiled", "polar_express"):
-        assert f"{max(table[name]['largest'] for table in found['accuracy']):.3f}" in text, name
-    for table in found["speed"]:
-        ways = ("deflated", "polar_express, compiled", "deflated, compiled")
-        cells = " | ".join(f"{table['ratios'][name]:.2f}" for name in ways)
+        assert f"{max(table[name]['largest'] for table in record['accuracy']):.3f}" in text, name
+    for table in record["speed"]:
+        labels = ("deflated", "polar_express, compiled", "deflated, compiled")
+        cells = " | ".join(f"{table['ratios'][name]:.2f}" for name in labels)
         assert f"| {'×'.join(map(str, table['shape']))} | {cells} |" in text
 
 
@@ -196,16 +196,16 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
     """On momentum nearer than Polar Express and at most 1.15; elsewhere 1.1 times its error or .1, and at most 1.3."""
     text, largest = " ".join(report("iterations-guard").split()), {}
     for part, count in (("momentum", 78), ("plateaus", 68), ("stress", 168)):
-        found = recorded(f"criteria_{part}")
-        assert (len(found["matrices"]), found["broken"]) == (count, [])
-        for row in found["matrices"]:
+        record = recorded(f"criteria_{part}")
+        assert (len(record["matrices"]), record["broken"]) == (count, [])
+        for row in record["matrices"]:
             for products in ("auto", "torch"):
-                ours, usual = row[f"deflated, {products}"], row[f"polar_express, {products}"]["polar"]
-                assert ours["polar"] <= (usual if part == "momentum" else max(1.1 * usual, 0.1)), row["input"]
-                largest[part, products] = max(largest.get((part, products), 0.0), ours["largest"])
-                assert ours["largest"] <= (1.15 if part == "momentum" else 1.3), row["input"]
+                deflated, usual = row[f"deflated, {products}"], row[f"polar_express, {products}"]["polar"]
+                assert deflated["polar"] <= (usual if part == "momentum" else max(1.1 * usual, 0.1)), row["input"]
+                largest[part, products] = max(largest.get((part, products), 0.0), deflated["largest"])
+                assert deflated["largest"] <= (1.15 if part == "momentum" else 1.3), row["input"]
     assert f"largest singular value is {largest['momentum', 'auto']:.3f}, with torch's products " in text
-    assert {f"{one:.3f}" for one in largest.values()} <= set(re.findall(r"\d\.\d{3}", text))
+    assert {f"{value:.3f}" for value in largest.values()} <= set(re.findall(r"\d\.\d{3}", text))
 
     apart: dict[str, dict[str, list[float]]] = {}
     for row in recorded("criteria_momentum")["matrices"]:
@@ -214,7 +214,7 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
         apart.setdefault(kind, {}).setdefault(step, []).append(ratio)
     rows = []
     for kind, steps in apart.items():
-        cells = (f"{short(min(steps[one]), 2)} to {short(max(steps[one]), 2)}" for one in ("4", "16", "48"))
+        cells = (f"{short(min(steps[at]), 2)} to {short(max(steps[at]), 2)}" for at in ("4", "16", "48"))
         rows.append(f"| {KINDS[kind]} | {len(steps['4'])} | {' | '.join(cells)} |")
     assert missing_rows(rows, report("iterations-guard")) == []
     nearer = [
@@ -228,7 +228,7 @@ def test_bounds_of_the_default_are_kept_and_told() -> None:
         for row in recorded("criteria_stress")["matrices"]
         if row["deflated, auto"]["polar"] > max(1.1 * row["polar_express, torch"]["polar"], 0.1)
     ]
-    assert [one for one in over if f"{one} where .1 is allowed" not in text] == []
+    assert [error for error in over if f"{error} where .1 is allowed" not in text] == []
     assert len(over) == 1
 
 
@@ -237,18 +237,18 @@ def test_trainings_with_both_sets() -> None:
     losses: dict[tuple[str, str], list[float]] = {}
     for run in recorded("sets")["runs"]:
         losses.setdefault((run["kind"], run["coefficients"]), []).append(run["validation"])
-    cells = {key: " | ".join(f"{loss:.4f}" for loss in some) for key, some in losses.items()}
-    assert missing_rows([f"| {KINDS[kind]} | {name} | {some} |" for (kind, name), some in cells.items()], page) == []
+    cells = {key: " | ".join(f"{loss:.4f}" for loss in text) for key, text in losses.items()}
+    assert missing_rows([f"| {KINDS[kind]} | {name} | {text} |" for (kind, name), text in cells.items()], page) == []
     for kind in {kind for kind, _ in losses}:
-        usual, ours = (statistics.mean(losses[kind, name]) for name in ("polar_express", "deflated"))
-        assert short(abs(ours - usual), 4) in page
+        usual, deflated = (statistics.mean(losses[kind, name]) for name in ("polar_express", "deflated"))
+        assert short(abs(deflated - usual), 4) in page
         usually = losses[kind, "polar_express"]
-        assert ours - usual < 0.1 * (max(usually) - min(usually)), "no worse, beside what seeds differ by"
+        assert deflated - usual < 0.1 * (max(usually) - min(usually)), "no worse, beside what seeds differ by"
 
 
 def test_iterations_that_the_package_does_not_have() -> None:
-    found, rows = recorded("tried"), []
-    told = {
+    record, rows = recorded("tried"), []
+    titles = {
         "polar_express": "Polar Express",
         "deflated": "`deflated` with its guard",
         "5-9-9": "5-9-9 by table",
@@ -258,8 +258,8 @@ def test_iterations_that_the_package_does_not_have() -> None:
         "MUD": "MUD, one pass",
         "MUD, 3 times": "MUD, three passes",
     }
-    parts = [found[part]["summary"] for part in ("momentum", "plateaus", "stress")]
-    for name, words in told.items():
+    parts = [record[part]["summary"] for part in ("momentum", "plateaus", "stress")]
+    for name, words in titles.items():
         cells = [*(short(part[name]["error"]) for part in parts), *(f"{part[name]['largest']:.3f}" for part in parts)]
         rows.append(f"| {words} | {' | '.join(cells)} | {sum(part[name]['broken'] for part in parts)} |")
     assert missing_rows(rows, report("iterations-tried")) == []
@@ -276,12 +276,12 @@ def test_images() -> None:
 
 def test_rules_on_language_models() -> None:
     """Each row of the sweep, and who is ahead of Muon or behind with every seed."""
-    found = recorded("evidence")
+    record = recorded("evidence")
     rows: dict[str, list[str]] = {}
     ahead: dict[str, list[float]] = {}
     for size in ("48x2", "64x3", "96x4"):
-        runs = [run for run in found["runs"] if run["size"] == size]
-        for name, _, _, trainings, loss, _, steps, *_ in evidence.table(runs, found["milliseconds"][size]):
+        runs = [run for run in record["runs"] if run["size"] == size]
+        for name, _, _, trainings, loss, _, steps, *_ in evidence.table(runs, record["milliseconds"][size]):
             assert trainings == "11"
             rows.setdefault(name, []).extend((loss, steps))
         muon = {run["seed"]: final(run) for run in chosen(runs, "muon")}
@@ -289,26 +289,31 @@ def test_rules_on_language_models() -> None:
             ahead.setdefault(rule, []).extend(muon[run["seed"]] - final(run) for run in chosen(runs, rule))
     assert len(rows) == 12
     assert missing_rows([f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()], report("rules")) == []
-    assert {rule for rule, some in ahead.items() if min(some) > 0} == {"hyperball", "soap", "soap, every 10", "muoneq"}
-    assert {rule for rule, some in ahead.items() if max(some) < 0} == {"adamw", "dynmuon", "scion head"}
+    assert {rule for rule, lead in ahead.items() if min(lead) > 0} == {
+        "hyperball",
+        "soap",
+        "soap, every 10",
+        "muoneq",
+    }
+    assert {rule for rule, lead in ahead.items() if max(lead) < 0} == {"adamw", "dynmuon", "scion head"}
 
 
 def test_adapters() -> None:
-    told = {"Muon on A and B": "Muon, both factors", "Muon on B, AdamW on A": "Muon B, AdamW A"}
+    titles = {"Muon on A and B": "Muon, both factors", "Muon on B, AdamW on A": "Muon B, AdamW A"}
     cases = {"lora": "Muon, 300", "lora_adamw": "AdamW, 300", "lora_adamw_1500": "AdamW, 1,500"}
     rows = []
     for name, pretrained in cases.items():
         losses: dict[str, dict[float, dict[int, float]]] = {}
         for run in recorded(name)["runs"]:
             losses.setdefault(run["way"], {}).setdefault(run["lr"], {})[run["seed"]] = run["validation"][-1][1]
-        best = {way: min(some.items(), key=lambda item: item[1][0]) for way, some in losses.items()}
+        best = {adapter: min(by_rate.items(), key=lambda item: item[1][0]) for adapter, by_rate in losses.items()}
         adamw = best["AdamW"][1].values()
-        for way, (rate, found) in best.items():
-            each = [*found.values()]
-            apart = ", ".join(f"{a - b:+.3f}" for a, b in zip(each, adamw, strict=True)) if way != "AdamW" else ""
-            seeds = ", ".join(f"{one:.3f}" for one in each)
-            cells = (told.get(way, way.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
-            row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(each):.3f} | {seeds} | {apart} |"
+        for adapter, (rate, by_seed) in best.items():
+            ends = [*by_seed.values()]
+            apart = ", ".join(f"{a - b:+.3f}" for a, b in zip(ends, adamw, strict=True)) if adapter != "AdamW" else ""
+            seeds = ", ".join(f"{end:.3f}" for end in ends)
+            cells = (titles.get(adapter, adapter.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
+            row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(ends):.3f} | {seeds} | {apart} |"
             rows.append(row.replace(", -", ", −").replace("| -", "| −").replace("|  |", "| |"))
     assert missing_rows(rows, report("lora")) == []
 
@@ -351,13 +356,13 @@ def test_rounding_of_weights() -> None:
     losses: dict[str, dict[str, list[float]]] = {}
     for run in recorded("rounding")["runs"]:
         losses.setdefault(run["model"], {}).setdefault(run["weights"], []).append(run["loss"])
-    told = {"masters": "fp32 copies", "nearest": "rounded to nearest", "stochastic": "stochastic rounding"}
+    titles = {"masters": "fp32 copies", "nearest": "rounded to nearest", "stochastic": "stochastic rounding"}
     rows = []
-    for model, found in losses.items():
-        for name, each in found.items():
-            apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(each, found["masters"], strict=True))
+    for model, by_rounding in losses.items():
+        for name, ends in by_rounding.items():
+            apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(ends, by_rounding["masters"], strict=True))
             cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
-            rows.append(f"| {model} | {told[name]} | {statistics.mean(each):.3f} | {cell}|")
+            rows.append(f"| {model} | {titles[name]} | {statistics.mean(ends):.3f} | {cell}|")
     assert missing_rows(rows, report("memory")) == []
 
 
@@ -366,13 +371,13 @@ def test_steps_on_a_gpu() -> None:
     tables, dions = recorded("h200")["tables"], recorded("h200_dion")["tables"]
     rows = []
     for name, title in ON_A_GPU.items():
-        of = {contender: f"{found['median_ms']:.1f}" for contender, found in tables[name]["contenders"].items()}
+        of = {contender: f"{measured['median_ms']:.1f}" for contender, measured in tables[name]["contenders"].items()}
         dion = f"{dions[name]['contenders']['dion Muon']['median_ms']:.1f}" if name in dions else "–"
         rows.append(f"| {title} | {of['muonmesh']} | {of['muonmesh graphs']} | {of['torch.optim.Muon']} | {dion} |")
     page = " ".join(report("gpus").split())
     assert missing_rows(rows, page) == []
-    ours = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
-    assert f"in which muonmesh took {' and '.join(ours)}" in page
+    milliseconds = [f"{dions[name]['contenders']['muonmesh']['median_ms']:.1f}" for name in dions]
+    assert f"in which muonmesh took {' and '.join(milliseconds)}" in page
     gpt2, wide, wider = (f"{tables[name]['contenders']['torch.optim.Muon']['ratio']:.2f}" for name in ON_A_GPU)
     small, large = (f"{dions[name]['contenders']['dion Muon']['ratio']:.2f}" for name in dions)
     assert f"{gpt2}, {wide} and {wider} times muonmesh's time, dion {small} and {large}" in page
@@ -384,15 +389,15 @@ def test_steps_on_an_h100() -> None:
     rows = []
     for name, title in {**ON_A_GPU, "small": "1,000 matrices of 64 × 64"}.items():
         of = recorded("h100")["tables"][name]["contenders"]
-        both = [of[who] for who in ("muonmesh", "torch.optim.Muon")]
-        ours, theirs = (f"{one['median_ms']:.1f} | {one['host_ms']:.1f} |" for one in both)
+        pair = [of[who] for who in ("muonmesh", "torch.optim.Muon")]
+        muonmesh, torchs = (f"{contender['median_ms']:.1f} | {contender['host_ms']:.1f} |" for contender in pair)
         graphs = f"{of['muonmesh graphs']['median_ms']:.1f}" if "muonmesh graphs" in of else "–"
-        rows.append(f"| {title} | {ours} {graphs} | {theirs}")
+        rows.append(f"| {title} | {muonmesh} {graphs} | {torchs}")
     assert missing_rows(rows, report("gpus")) == []
     muons = [recorded("h100")["tables"][name]["contenders"]["torch.optim.Muon"]["ratio"] for name in ON_A_GPU]
     performance = " ".join((ROOT / "docs/performance.md").read_text().split())
-    told = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
-    assert told in performance
+    claim = f"torch.optim.Muon takes {muons[0]:.2f} times muonmesh's time for the three layers above and {muons[2]:.2f}"
+    assert claim in performance
 
 
 def test_the_page_about_gpu_results_has_both() -> None:
@@ -406,12 +411,12 @@ def test_the_page_about_gpu_results_has_both() -> None:
             ("h100", torchs),
         )
         tables = [recorded(gpu)["tables"].get(name) for gpu, _ in runs]
-        found = [None if t is None else t["contenders"][who] for t, (_, who) in zip(tables, runs, strict=True)]
-        figures = ["–" if one is None else f"{one['median_ms']:.1f}" for one in found]
+        contenders = [None if t is None else t["contenders"][who] for t, (_, who) in zip(tables, runs, strict=True)]
+        figures = ["–" if contender is None else f"{contender['median_ms']:.1f}" for contender in contenders]
         rows.append(f"| {title} | {' | '.join(figures)} |")
     page = (ROOT / "docs/gpu-results.md").read_text()
     assert missing_rows(rows, page) == []
-    dions = [one["contenders"]["dion Muon"]["ratio"] for one in recorded("h200_dion")["tables"].values()]
+    dions = [contender["contenders"]["dion Muon"]["ratio"] for contender in recorded("h200_dion")["tables"].values()]
     assert f"dion took {' and '.join(f'{ratio:.2f}' for ratio in dions)} times muonmesh's" in " ".join(page.split())
 
 
@@ -433,10 +438,10 @@ def test_the_first_page_has_recorded_ratios() -> None:
     assert missing_rows(rows, page) == []
     h100 = recorded("h100")["tables"]
     adamw = sorted(h100[name]["contenders"]["AdamW fused"]["ratio"] for name in ON_A_GPU)
-    ours, theirs = (h100["llama-8b"]["contenders"][name]["peak_mib"] for name in ("muonmesh", torchs))
+    peak, torch_peak = (h100["llama-8b"]["contenders"][name]["peak_mib"] for name in ("muonmesh", torchs))
     words = " ".join(page.split())
     assert f"fused AdamW takes {adamw[0]:.2f} to {adamw[-1]:.2f} times muonmesh's time" in words
-    assert f"{ours:.0f} instead of {theirs:.0f} MiB for the layers of Llama 8B" in words
+    assert f"{peak:.0f} instead of {torch_peak:.0f} MiB for the layers of Llama 8B" in words
 
 
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
@@ -451,13 +456,13 @@ def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
             weights = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
             run = dry_run(weights, lambda model, make=make: make(list(model.parameters()), lr=1e-3))
             least, most = (run.parts(published=published)["device"] * 1e3 for published in (False, True))
-            host, found = run.parts()["host"] * 1e3, table["contenders"][optimizer]
+            host, timed = run.parts()["host"] * 1e3, table["contenders"][optimizer]
             # Ours was measured when a step still made a view of each piece, and has less to do now.
-            assert host == pytest.approx(found["host_ms"], rel=0.4) or (
-                optimizer == "muonmesh" and host < found["host_ms"]
+            assert host == pytest.approx(timed["host_ms"], rel=0.4) or (
+                optimizer == "muonmesh" and host < timed["host_ms"]
             )
-            assert name == "gpt2-small" or least < found["median_ms"] < most
+            assert name == "gpt2-small" or least < timed["median_ms"] < most
             who = optimizer if optimizer != "muonmesh" else f"{title}, {optimizer}"
-            figures = f"{host:.1f} | {found['host_ms']:.1f} | {least:.1f} to {most:.1f} | {found['median_ms']:.1f}"
+            figures = f"{host:.1f} | {timed['host_ms']:.1f} | {least:.1f} to {most:.1f} | {timed['median_ms']:.1f}"
             rows.append(f"| {who} | {figures} |")
     assert missing_rows(rows, page) == []

@@ -106,16 +106,16 @@ def documents(count: int) -> dict[str, str]:
 
 
 def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path) -> None:
-    here = write(tmp_path / "here", documents(60))
+    first_folder = write(tmp_path / "here", documents(60))
     renamed = {f"deep/{99 - int(name[:3])}.md": text for name, text in documents(60).items()}
-    there = write(tmp_path / "there", renamed)
-    one = prepare_corpus([str(here)], vocab=300, cache=tmp_path / "a")
-    other = prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b")
-    assert one.digest == other.digest
-    assert np.array_equal(one.train(), other.train())
-    assert one.train_tokens == len(one.train()) > len(one.validation()) == one.validation_tokens > 0
-    write(there, {"deep/0.md": "something else"})
-    assert prepare_corpus([str(there)], vocab=300, cache=tmp_path / "b").digest != one.digest
+    second_folder = write(tmp_path / "there", renamed)
+    first = prepare_corpus([str(first_folder)], vocab=300, cache=tmp_path / "a")
+    second = prepare_corpus([str(second_folder)], vocab=300, cache=tmp_path / "b")
+    assert first.digest == second.digest
+    assert np.array_equal(first.train(), second.train())
+    assert first.train_tokens == len(first.train()) > len(first.validation()) == first.validation_tokens > 0
+    write(second_folder, {"deep/0.md": "something else"})
+    assert prepare_corpus([str(second_folder)], vocab=300, cache=tmp_path / "b").digest != first.digest
 
 
 def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> None:
@@ -238,13 +238,13 @@ def test_the_crossing_is_read_between_two_validations() -> None:
 
 def test_the_better_optimizer_is_compared_with_the_other_whichever_it_is() -> None:
     good, poor = [8.0, 4.0, 3.0, 2.5], [8.0, 5.0, 4.0, 3.5]
-    found = compare([summary("muon", good), summary("adamw", poor)])
-    assert found is not None
-    assert (found.faster, found.slower, found.steps, found.of_steps) == ("muon", "adamw", 15.0, 30)
-    assert "Muon reached AdamW's final validation loss of 3.500 after 15 of 30 steps (0.50×)" in str(found)
-    found = compare([summary("muon", poor), summary("adamw", good)])
-    assert found is not None
-    assert (found.faster, found.steps) == ("adamw", 15.0)
+    comparison = compare([summary("muon", good), summary("adamw", poor)])
+    assert comparison is not None
+    assert (comparison.faster, comparison.slower, comparison.steps, comparison.of_steps) == ("muon", "adamw", 15.0, 30)
+    assert "Muon reached AdamW's final validation loss of 3.500 after 15 of 30 steps (0.50×)" in str(comparison)
+    comparison = compare([summary("muon", poor), summary("adamw", good)])
+    assert comparison is not None
+    assert (comparison.faster, comparison.steps) == ("adamw", 15.0)
     assert compare([summary("muon", good)]) is None
     assert compare([summary("muon", good), summary("adamw", poor[:-1])]) is None
 
@@ -258,8 +258,14 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     append_metrics(tmp_path, run="adamw", step=2, loss=0.1, **others)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"run": "adamw", "st')  # killed in the middle of a line
-    kept = [(r["run"], r["step"], r["loss"]) for r in read_metrics(tmp_path)]
-    assert kept == [("muon", 1, 1 / 3), ("muon", 2, 1 / 3), ("muon", 3, 1 / 3), ("adamw", 1, 1 / 3), ("adamw", 2, 0.1)]
+    records = [(r["run"], r["step"], r["loss"]) for r in read_metrics(tmp_path)]
+    assert records == [
+        ("muon", 1, 1 / 3),
+        ("muon", 2, 1 / 3),
+        ("muon", 3, 1 / 3),
+        ("adamw", 1, 1 / 3),
+        ("adamw", 2, 0.1),
+    ]
 
 
 def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
@@ -442,11 +448,11 @@ def finished(runs: Path, text: Path) -> Path:
     options = (*TINY, "--data", text, "--out", run)
     result = train(*options, temporary=temporary)
     assert result.returncode == 0, result.stderr
-    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
-    assert left == [], "torch's launcher makes a directory for logs"
+    files = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
+    assert files == [], "torch's launcher makes a directory for logs"
     tokens = json.loads((run / "corpus.json").read_text())
-    told = f"{tokens['train_tokens']:,} tokens to learn from, {tokens['validation_tokens']:,} held out"
-    assert told in result.stdout
+    sentence = f"{tokens['train_tokens']:,} tokens to learn from, {tokens['validation_tokens']:,} held out"
+    assert sentence in result.stdout
     (run / "output.txt").write_text(result.stdout)
     return run
 
@@ -466,15 +472,15 @@ def stopped(runs: Path, text: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_same_start_with_both_optimizers(finished: Path) -> None:
-    found = losses_of(finished)
+    losses = losses_of(finished)
     for name in ("muon", "adamw"):
-        assert [step for run, step, key in found if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
-        assert [step for run, step, key in found if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
-        assert found[name, 0, "validation_loss"] == pytest.approx(math.log(400), rel=0.05)
-        assert found[name, STEPS, "validation_loss"] < found[name, 0, "validation_loss"] - 0.1
-    assert found["muon", 0, "validation_loss"] == found["adamw", 0, "validation_loss"], "other weights or other text"
-    assert found["muon", 1, "loss"] == found["adamw", 1, "loss"], "other weights or other batches"
-    assert found["muon", 2, "loss"] != found["adamw", 2, "loss"], "the same optimizer twice"
+        assert [step for run, step, key in losses if (run, key) == (name, "loss")] == list(range(1, STEPS + 1))
+        assert [step for run, step, key in losses if (run, key) == (name, "validation_loss")] == [0, 4, 8, 12]
+        assert losses[name, 0, "validation_loss"] == pytest.approx(math.log(400), rel=0.05)
+        assert losses[name, STEPS, "validation_loss"] < losses[name, 0, "validation_loss"] - 0.1
+    assert losses["muon", 0, "validation_loss"] == losses["adamw", 0, "validation_loss"], "other weights or other text"
+    assert losses["muon", 1, "loss"] == losses["adamw", 1, "loss"], "other weights or other batches"
+    assert losses["muon", 2, "loss"] != losses["adamw", 2, "loss"], "the same optimizer twice"
 
 
 @pytest.mark.slow
@@ -506,7 +512,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     title = "Muon and AdamW on nano"
     assert page.count(title) == 2
     corpus = load_corpus_of(run)
-    for told in (
+    for words in (
         f"{corpus.source}, {corpus.files} files, {corpus.train_tokens:,} tokens to learn from",
         "FSDP, ranks: 2, on cpu",
         "0, of weights, data order and dropout",
@@ -517,7 +523,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
         "RMS of weight",
         "adamw.embeddings",
     ):
-        assert told in page, told
+        assert words in page, words
     for name in ("muon", "adamw"):
         sample = (run / f"sample-{name}.txt").read_text()
         assert len(sample) > 64
@@ -530,7 +536,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     assert {"command", "date", "torch", "machine"} <= set(environment)
 
     figures = json.loads((run / "report.json").read_text())
-    losses = {one["name"]: one["validation"][-1]["loss"] for one in figures["trainings"]}
+    losses = {training["name"]: training["validation"][-1]["loss"] for training in figures["trainings"]}
     assert losses == {summary.name: summary.final_validation_loss for summary in summarise(run)}
 
     assert "model.layers.1.mlp.down_proj.weight" in (run / "explain-muon.txt").read_text()
@@ -541,16 +547,16 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/training.md").read_text()
     rows = page.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0].splitlines()[2:]
-    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert set(told) == {field for record in read_metrics(finished) for field in record}
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert set(listed) == {field for record in read_metrics(finished) for field in record}
 
 
 @pytest.mark.slow
 def test_the_page_lists_the_files_of_a_run(finished: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/training.md").read_text()
     rows = page.partition("| file in `runs/NAME/` |")[2].partition("\n\n")[0].splitlines()[2:]
-    told = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert told == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
+    listed = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert listed == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
 
 
 @pytest.mark.slow
@@ -583,10 +589,10 @@ def test_the_parts_of_a_step_are_measured(finished: Path) -> None:
 
 @pytest.mark.slow
 def test_the_momentum_of_a_run_is_in_its_checkpoint(finished: Path) -> None:
-    place = checkpoints_of(finished, "muon") / f"step-{STEPS:08d}"
-    found = momenta(place)
-    assert found["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
-    assert len(found) == 7 * PRESETS["nano"][1]
+    checkpoint = checkpoints_of(finished, "muon") / f"step-{STEPS:08d}"
+    by_name = momenta(checkpoint)
+    assert by_name["model.layers.0.mlp.down_proj.weight"].shape == (64, 192), "whole, not a shard"
+    assert len(by_name) == 7 * PRESETS["nano"][1]
 
 
 @pytest.mark.slow
@@ -617,9 +623,9 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
     shutil.copy(finished / "metrics.jsonl", run / "metrics.jsonl")
     result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
     assert result.returncode == 0, result.stderr
-    found, expected = losses_of(run), losses_of(finished)
-    assert found.keys() == expected.keys()
-    assert 0 < max(abs(found[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
+    losses, expected = losses_of(run), losses_of(finished)
+    assert losses.keys() == expected.keys()
+    assert 0 < max(abs(losses[key] - expected[key]) for key in expected) < 0.02, "bf16 sums in another order, no more"
     assert len(read_metrics(run)) == len(read_metrics(finished)), "lines written twice"
 
 
@@ -630,8 +636,8 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, sto
     shutil.rmtree(run / "checkpoints")
     result = train("--resume", run)
     assert result.returncode == 0, result.stderr
-    told = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
-    assert told in result.stderr
+    sentence = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
+    assert sentence in result.stderr
     assert losses_of(run) == losses_of(finished)
 
 

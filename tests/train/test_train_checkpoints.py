@@ -131,39 +131,39 @@ def restore(run: Path) -> tuple[str, bool]:
     return message, all(map(_equal, before, training.model.parameters()))
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pair = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, other)]
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    pair = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (first, second)]
     return torch.equal(*pair)
 
 
-def scatter_bytes(place: Path) -> None:
-    file = place / "__1_0.distcp"
+def scatter_bytes(checkpoint: Path) -> None:
+    file = checkpoint / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     for number in range(64):
         content[(number + 1) * len(content) // 66] ^= 0x55
     file.write_bytes(bytes(content))
 
 
-def nan_in_a_file(place: Path) -> None:
-    file = place / "__1_0.distcp"
+def nan_in_a_file(checkpoint: Path) -> None:
+    file = checkpoint / "__1_0.distcp"
     content = bytearray(file.read_bytes())
-    tensors = read_manifest(place).tensors.values()
+    tensors = read_manifest(checkpoint).tensors.values()
     pieces = (piece for tensor in tensors if tensor.name.endswith("momentum_buffer") for piece in tensor.pieces)
     start = next(piece.start for piece in pieces if piece.file == file.name)
     content[start : start + 64] = torch.full((16,), float("nan")).numpy().tobytes()
     file.write_bytes(bytes(content))
-    forge(place)
+    forge(checkpoint)
 
 
-def halve_file(place: Path) -> None:
-    file = place / "__0_0.distcp"
+def halve_file(checkpoint: Path) -> None:
+    file = checkpoint / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def settings(content: str) -> Callable[[Path], None]:
-    def write(place: Path) -> None:
-        (place / "settings.json").write_text(content)
-        forge(place)
+    def write(checkpoint: Path) -> None:
+        (checkpoint / "settings.json").write_text(content)
+        forge(checkpoint)
 
     return write
 
@@ -172,15 +172,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
     "nan with a forged manifest": (nan_in_a_file, ": found infinity or NaN in "),
     "cut": (halve_file, "__0_0.distcp: found"),
-    "cut with a forged manifest": (lambda place: (halve_file(place), forge(place)), " of __0_0.distcp, which has "),
+    "cut with a forged manifest": (lambda path: (halve_file(path), forge(path)), " of __0_0.distcp, which has "),
     "no manifest": (
-        lambda place: (place / MANIFEST_FILE).unlink(),
+        lambda path: (path / MANIFEST_FILE).unlink(),
         f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
     ),
-    "missing": (lambda place: (place / "__1_0.distcp").unlink(), "__1_0.distcp: found nothing there"),
-    "metadata": (lambda place: (place / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
-    "manifest": (lambda place: (place / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
-    "no settings": (lambda place: (place / "settings.json").unlink(), "settings.json: found nothing there"),
+    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp: found nothing there"),
+    "metadata": (lambda path: (path / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
+    "manifest": (lambda path: (path / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
+    "no settings": (lambda path: (path / "settings.json").unlink(), "settings.json: found nothing there"),
     "settings of text": (settings("groups"), "settings.json: not JSON"),
     "settings without groups": (settings("{}"), "settings.json['groups']: found nothing; needed a list"),
 }
@@ -189,13 +189,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.fixture(scope="module")
 def saved(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path]:
     """`saved("fsdp")` is a run with a checkpoint of its last step."""
-    made: dict[Parallel, Path] = {}
+    by_layout: dict[Parallel, Path] = {}
 
     def run(parallel: Parallel) -> Path:
-        if parallel not in made:
-            made[parallel] = prepare(f"saved-{parallel}", parallel=parallel)
-            pool.run(train, made[parallel], timeout=120)
-        return made[parallel]
+        if parallel not in by_layout:
+            by_layout[parallel] = prepare(f"saved-{parallel}", parallel=parallel)
+            pool.run(train, by_layout[parallel], timeout=120)
+        return by_layout[parallel]
 
     return run
 
@@ -208,8 +208,8 @@ def saved_small(pool: Pool, folder: Path) -> Path:
 
 def test_what_is_saved_is_loaded(saved_small: Path, pool: Pool) -> None:
     assert pool.run(load_small, saved_small) == [("", False)] * RANKS
-    place = saved_small / f"step-{STEP:08d}"
-    assert {path.name for path in place.iterdir()} == {
+    checkpoint = saved_small / f"step-{STEP:08d}"
+    assert {path.name for path in checkpoint.iterdir()} == {
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
@@ -239,8 +239,8 @@ def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(
     shutil.copytree(saved("fsdp"), tmp_path / "run")
     shutil.copy(tmp_path / "run" / "config.json", tmp_path / "config.json")
     settings = replace(load_settings(tmp_path), out=str(tmp_path / "run"))
-    place = checkpoints_of(tmp_path / "run", "muon")
-    (place / f"step-{settings.steps:08d}").rename(place / f"step-{settings.steps + 5:08d}")
+    checkpoints = checkpoints_of(tmp_path / "run", "muon")
+    (checkpoints / f"step-{settings.steps:08d}").rename(checkpoints / f"step-{settings.steps + 5:08d}")
     settings.save({})
     for message, same in pool.run(restore, tmp_path / "run"):
         assert f"found a checkpoint of step {settings.steps + 5}; needed none above step {settings.steps}" in message
@@ -253,12 +253,12 @@ def test_no_weight_changes_where_a_checkpoint_is_damaged(
     parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
 ) -> None:
     run = prepare(f"damaged-{parallel}", parallel=parallel)
-    place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
+    checkpoint = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
     for name in ("64 bytes", "nan with a forged manifest"):
         how, expected = DAMAGE[name]
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
         shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
-        how(place)
+        how(checkpoint)
         for message, same in pool.run(restore, run):
             assert expected in message, name
             assert same, name
@@ -271,10 +271,10 @@ def test_metadata_that_act_are_not_read(
 ) -> None:
     run = prepare(f"older-{parallel}", parallel=parallel)
     shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
-    place = checkpoints_of(run, "muon") / "step-00000004"
+    checkpoint = checkpoints_of(run, "muon") / "step-00000004"
     mark = folder / f"it acted {parallel}"
-    (place / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
-    forge(place)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
+    forge(checkpoint)
     assert pool.run(restore, run) == [("", False)] * RANKS
     assert not mark.exists()
 
@@ -319,14 +319,14 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     moved = checkpoints_of(run, "muon").rename(tmp_path / "moved")
     assert "no checkpoint is there. The run begins again with: muonmesh train --resume" in doctor()[1]
     moved.rename(checkpoints_of(run, "muon"))
-    place = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
-    (place.parent / ".step-00000009.writing").mkdir()
-    halve_file(place)
+    checkpoint = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
+    (checkpoint.parent / ".step-00000009.writing").mkdir()
+    halve_file(checkpoint)
     code, text = doctor("--json")
-    found = json.loads(text)
-    assert (code, found["whole"], found["parts"][0]["whole"]) == (1, False, False)
-    assert "__0_0.distcp: found" in found["parts"][0]["faults"][0]
-    assert any(".step-00000009.writing: left by a save that was cut off" in note for note in found["notes"])
+    report = json.loads(text)
+    assert (code, report["whole"], report["parts"][0]["whole"]) == (1, False, False)
+    assert "__0_0.distcp: found" in report["parts"][0]["faults"][0]
+    assert any(".step-00000009.writing: left by a save that was cut off" in note for note in report["notes"])
     (run / "config.json").write_text("{}")
     assert "config.json: found no object 'environment'" in doctor()[1]
 
@@ -392,11 +392,11 @@ def test_what_one_rank_cannot_do_all_ranks_raise(first_only: bool, pool: Pool) -
 
 
 def insist_apart(name: str, run: Path) -> str:
-    given: dict[str, Any] = {**asdict(Settings(out="x")), "text": "ab"}
+    values: dict[str, Any] = {**asdict(Settings(out="x")), "text": "ab"}
     if dist.get_rank() == 1:
-        given[name] = "other"
+        values[name] = "other"
     with pytest.raises(FileError) as caught:
-        require_equal_values(run, given)
+        require_equal_values(run, values)
     return str(caught.value)
 
 

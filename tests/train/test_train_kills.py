@@ -41,7 +41,7 @@ def test_a_hundred_kills_change_no_bit_and_leave_nothing(tmp_path: Path) -> None
     assert outcome["left"] == NOTHING
     assert outcome["apart"] == 0.0, "bit for bit, at the same number of ranks"
     assert outcome["kills"] == 100
-    assert any("while saving" in what for what in outcome["killed"])
+    assert any("while saving" in kill for kill in outcome["killed"])
     assert outcome["slowest_end"] < 30
 
 

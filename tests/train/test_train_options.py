@@ -111,8 +111,8 @@ def ran(
 
 
 @pytest.fixture(scope="module")
-def asked(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
-    """`asked(name, optimizer=..., ...)` are the settings of a run of one rank over the texts."""
+def settings_of(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Settings]:
+    """`settings_of(name, optimizer=..., ...)` are the settings of a run of one rank over the texts."""
     folder = tmp_path_factory.mktemp("asked")
 
     def settings(name: str, **changes: Any) -> Settings:
@@ -125,8 +125,8 @@ def asked(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 @pytest.fixture(scope="module")
-def trained(ran: Callable[[Settings], Path], asked: Callable[..., Settings]) -> Path:
-    return ran(asked("trained"))
+def trained(ran: Callable[[Settings], Path], settings_of: Callable[..., Settings]) -> Path:
+    return ran(settings_of("trained"))
 
 
 def validated(run: Path) -> list[float]:
@@ -170,8 +170,8 @@ def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
     from muonmesh.tools.cli.run import _resumed
 
     Settings(out=str(tmp_path), lr=0.003).save({})
-    asked = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}
-    assert _resumed(tmp_path, asked, set(asked)) == Settings(out=str(tmp_path), ranks=4, lr=0.003)
+    options = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}
+    assert _resumed(tmp_path, options, set(options)) == Settings(out=str(tmp_path), ranks=4, lr=0.003)
     with pytest.raises(ValueError, match=r"--resume .*: found --steps 7, and 600 in that run; needed the same"):
         _resumed(tmp_path, {"steps": 7}, {"steps"})
     with pytest.raises(ValueError, match=r"--resume .*: found --out other; needed the directory of that run"):

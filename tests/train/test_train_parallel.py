@@ -86,14 +86,14 @@ def pool(workers: Callable[[int], Pool]) -> Pool:
 @pytest.fixture(scope="module")
 def finished(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path]:
     """`finished("hsdp")` is an uninterrupted run of both optimizers."""
-    made: dict[Parallel, Path] = {}
+    by_layout: dict[Parallel, Path] = {}
 
     def run(parallel: Parallel) -> Path:
-        if parallel not in made:
-            made[parallel] = prepare(parallel, parallel=parallel)
-            for outcome in pool.run(train_both, made[parallel], timeout=120):
+        if parallel not in by_layout:
+            by_layout[parallel] = prepare(parallel, parallel=parallel)
+            for outcome in pool.run(train_both, by_layout[parallel], timeout=120):
                 assert outcome == [], "replicas differ"
-        return made[parallel]
+        return by_layout[parallel]
 
     return run
 
@@ -126,7 +126,7 @@ def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]
 
 
 def differing_copies(model: torch.nn.Module) -> list[str]:
-    found = []
+    names = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             for axis, placement in enumerate(parameter.placements):
@@ -135,24 +135,24 @@ def differing_copies(model: torch.nn.Module) -> list[str]:
                     group = parameter.device_mesh.get_group(axis)
                     copies = [torch.empty_like(local) for _ in range(group.size())]
                     dist.all_gather(copies, local.contiguous(), group=group)
-                    found += [name for copy in copies if not torch.equal(copy, local)]
-    return found
+                    names += [name for copy in copies if not torch.equal(copy, local)]
+    return names
 
 
-def losses_apart(found: Losses, expected: Losses) -> float:
-    assert found.keys() == expected.keys()
-    return max(abs(found[key] - expected[key]) for key in expected)
+def losses_apart(losses: Losses, expected: Losses) -> float:
+    assert losses.keys() == expected.keys()
+    return max(abs(losses[key] - expected[key]) for key in expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", NEW)
 def test_every_layout_learns_what_ddp_learns(parallel: Parallel, finished: Callable[[Parallel], Path]) -> None:
-    found, expected = losses_of(finished(parallel)), losses_of(finished("ddp"))
-    assert found["muon", 0, "validation_loss"] == pytest.approx(expected["muon", 0, "validation_loss"], abs=1e-5)
+    losses, expected = losses_of(finished(parallel)), losses_of(finished("ddp"))
+    assert losses["muon", 0, "validation_loss"] == pytest.approx(expected["muon", 0, "validation_loss"], abs=1e-5)
     # Gradients are summed in another order, and Muon multiplies in bf16; 3e-4 was seen.
-    assert losses_apart(found, expected) < 1e-3
+    assert losses_apart(losses, expected) < 1e-3
     for name in ("muon", "adamw"):
-        assert found[name, STEPS, "validation_loss"] < found[name, 0, "validation_loss"] - 0.3
+        assert losses[name, STEPS, "validation_loss"] < losses[name, 0, "validation_loss"] - 0.3
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_dropout_and_sums_over_four_ranks_resume_bit_for_bit(
     model = folder / "gpt2-with-dropout.json"
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.1}
     model.write_text(json.dumps(config))
-    whole, stopped = (prepare(f"dropout-{which}", parallel="ddp", model=str(model)) for which in ("whole", "stopped"))
+    whole, stopped = (prepare(f"dropout-{run}", parallel="ddp", model=str(model)) for run in ("whole", "stopped"))
     pool.run(train_both, whole, timeout=120)
     for name in ("muon", "adamw"):
         pool.run(train, stopped, name, stop_after=2)
@@ -220,9 +220,9 @@ def test_ranks_and_micro_steps_share_a_step_without_changing_it(
     alone = prepare("alone", parallel="ddp", ranks=1, grad_accum=4, optimizer="muon")
     workers(2).run(train_both, shared, timeout=120)
     workers(1).run(train_both, alone, timeout=120)
-    found, expected = losses_of(shared), losses_of(alone)
-    assert losses_apart(found, expected) < 2e-3
-    assert found["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
+    losses, expected = losses_of(shared), losses_of(alone)
+    assert losses_apart(losses, expected) < 2e-3
+    assert losses["muon", 1, "loss"] == pytest.approx(expected["muon", 1, "loss"], abs=1e-6)
 
 
 @pytest.mark.slow
@@ -244,11 +244,11 @@ def test_the_momentum_of_two_sharded_replicas_is_saved_whole(pool: Pool, prepare
     explanation = pool.run(explained, run)[0]
     assert "Replicate×2, Shard(0)×2" in explanation
     step = latest_step(checkpoints_of(run, "muon"))
-    place = checkpoints_of(run, "muon") / f"step-{step:08d}"
-    found = momenta(place)
-    assert found["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
-    assert len(found) == 14
-    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in found.values())
+    checkpoint = checkpoints_of(run, "muon") / f"step-{step:08d}"
+    by_name = momenta(checkpoint)
+    assert by_name["model.layers.0.mlp.gate_proj.weight"].shape == (128, 64), "whole, not a shard"
+    assert len(by_name) == 14
+    assert all(matrix.isfinite().all() and matrix.count_nonzero() > 0 for matrix in by_name.values())
 
 
 def explained(run: Path) -> str:

@@ -160,14 +160,14 @@ def test_a_run_that_ends_at_once_says_how_to_continue(killed: bool, long_run: Lo
         process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     step = latest_step(checkpoints_of(run, "muon"))
-    where = f"from step {step}" if step else "from the start, since it has no checkpoint"
-    told = f"Continue muon {where}: muonmesh train --resume {shlex.quote(str(run))}\n"
+    start = f"from step {step}" if step else "from the start, since it has no checkpoint"
+    sentence = f"Continue muon {start}: muonmesh train --resume {shlex.quote(str(run))}\n"
     if killed:
         assert process.returncode == 1
-        assert errors.endswith(f"rank 1: ended by SIGKILL (out of memory?). {told}")
+        assert errors.endswith(f"rank 1: ended by SIGKILL (out of memory?). {sentence}")
     else:
         assert process.returncode == 130
-        assert f"Stopped. {told}" in output
+        assert f"Stopped. {sentence}" in output
     assert not any(map(alive, ranks))
 
 
@@ -188,8 +188,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(fo
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk") as place:
-        yield place
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.mark.slow
@@ -204,10 +204,10 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     assert "JSONDecodeError" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
     assert "could not be written: No space left on device" in result.stderr
-    kept = latest_step(checkpoints_of(run, "muon"))
-    assert kept is not None
-    assert f"The checkpoint of step {kept} is kept" in result.stderr
-    assert (checkpoints_of(run, "muon") / f"step-{kept:08d}" / MANIFEST_FILE).is_file()
+    step = latest_step(checkpoints_of(run, "muon"))
+    assert step is not None
+    assert f"The checkpoint of step {step} is kept" in result.stderr
+    assert (checkpoints_of(run, "muon") / f"step-{step:08d}" / MANIFEST_FILE).is_file()
     (disk / "ballast").unlink()
     result = subprocess.run([*COMMAND, "--resume", str(run)], capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -225,13 +225,13 @@ def test_a_disk_that_becomes_read_only_is_one_sentence_on_every_rank(disk: Path,
     try:
         wait_for(lambda: process.poll() is not None or any(r["step"] >= 4 for r in read_metrics(run)))
         with read_only_for_new_files(disk):
-            _, told = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
             assert process.returncode == 1
-            assert "Traceback" not in told
-            assert "gloo" not in told
-            *ranks, last = told.strip().splitlines()
+            assert "Traceback" not in errors
+            assert "gloo" not in errors
+            *ranks, last = errors.strip().splitlines()
             needed = "could not be written: Read-only file system. Choose a place that can be written"
-            assert all(needed in each for each in ranks), told
+            assert all(needed in message for message in ranks), errors
             assert len(ranks) == RANKS
             assert last.endswith("its own output is above")
             assert latest_step(checkpoints_of(run, "muon")) in range(3, 10_000, 3)
@@ -286,10 +286,10 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
             assert message in result.stderr, (option, result.stderr)
             assert len(result.stderr.splitlines()) == 1
             assert not (tmp_path / "run").exists(), option
-    one, other = (
-        prepare_corpus([str(each)], vocab=VOCAB, cache=tmp_path / "cache") for each in (text, folder / "text")
+    first, second = (
+        prepare_corpus([str(source)], vocab=VOCAB, cache=tmp_path / "cache") for source in (text, folder / "text")
     )
-    assert one == other, "in a folder they are passed over"
+    assert first == second, "in a folder they are passed over"
 
 
 @pytest.mark.slow

@@ -32,7 +32,9 @@ def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subp
         return host.start(*command, env=env, stdout=output, stderr=output)
 
 
-def both(hosts: tuple[Host, Host], run: Path, folder: Path, name: str) -> list[tuple[subprocess.Popen[str], Path]]:
+def start_both(
+    hosts: tuple[Host, Host], run: Path, folder: Path, name: str
+) -> list[tuple[subprocess.Popen[str], Path]]:
     logs = [folder / f"{name}-{number}.txt" for number in range(2)]
     return [(torchrun(host, n, hosts[0], run, log), log) for n, (host, log) in enumerate(zip(hosts, logs, strict=True))]
 
@@ -41,37 +43,37 @@ def both(hosts: tuple[Host, Host], run: Path, folder: Path, name: str) -> list[t
 @pytest.mark.soak
 def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
     """About two minutes."""
-    with two_hosts(delay=0.002, loss=0.005) as (one, other, wire):
+    with two_hosts(delay=0.002, loss=0.005) as (first, second, wire):
         text = learn_from(tmp_path)
         whole, run = tmp_path / "whole", tmp_path / "cut"
-        asked = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
-        subprocess.run([*COMMAND, *asked], check=True, stdout=subprocess.DEVNULL)
+        arguments = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
+        subprocess.run([*COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
         begun_like(whole, run)
 
-        started = both((one, other), run, tmp_path, "cut")
+        started = start_both((first, second), run, tmp_path, "cut")
         deadline = time.monotonic() + 300
         while (latest_step(checkpoints_of(run, "muon")) or 0) < 3:
             assert all(process.poll() is None for process, _ in started), [log.read_text() for _, log in started]
             assert time.monotonic() < deadline, [log.read_text() for _, log in started]
             time.sleep(0.01)
-        other.cut()
+        second.cut()
         cut = time.monotonic()
         for process, log in started:
             assert process.wait(timeout=300) == 1
-            told = log.read_text()
-            assert any(cause in told for cause in CAUSES), told
-            print(next(line for line in told.splitlines() if any(cause in line for cause in CAUSES)))
+            output = log.read_text()
+            assert any(cause in output for cause in CAUSES), output
+            print(next(line for line in output.splitlines() if any(cause in line for cause in CAUSES)))
         seconds = time.monotonic() - cut
         assert seconds < 5 * TIMEOUT
-        assert one.processes() == other.processes() == []
+        assert first.processes() == second.processes() == []
         reached = latest_step(checkpoints_of(run, "muon"))
         assert reached is not None
         assert 3 <= reached < STEPS
-        other.mend()
+        second.mend()
 
-        for process, log in both((one, other), run, tmp_path, "resumed"):
+        for process, log in start_both((first, second), run, tmp_path, "resumed"):
             assert process.wait(timeout=300) == 0, log.read_text()
-        assert one.processes() == other.processes() == []
+        assert first.processes() == second.processes() == []
         assert losses(run) == losses(whole), "bit for bit, over a wire that delays and loses"
         assert not (run / "errors").exists()
         assert wire.carried > 1000
@@ -98,14 +100,14 @@ def stepped(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[s
 @pytest.mark.soak
 def test_one_copy_of_the_results_leaves_each_of_two_hosts(tmp_path: Path) -> None:
     """Counted by the kernel at the interfaces, packets and acknowledgements too."""
-    with two_hosts() as (one, other, _):
-        for host in (one, other):
+    with two_hosts() as (first, second, _):
+        for host in (first, second):
             host.widen(16000)
-        told, not_told = (stepped((one, other), tmp_path, machine) for machine in (2, 0))
+        grouped, ungrouped = (stepped((first, second), tmp_path, machine) for machine in (2, 0))
     result = 2 * sum(map(math.prod, two_levels_worker.SHAPES))  # bytes in bf16
-    passed, plain = (some[0]["left"] + some[2]["left"] for some in (told, not_told))
+    passed, plain = (ranks[0]["left"] + ranks[2]["left"] for ranks in (grouped, ungrouped))
     print(f"left the hosts in a step: {passed:.0f} bytes, {plain:.0f} without passing on; one copy: {result}")
-    assert [some["machine"] for some in (*told, *not_told)] == [2] * 4 + [0] * 4
-    assert all(some["weights"] == told[0]["weights"] for some in (*told, *not_told))
+    assert [rank["machine"] for rank in (*grouped, *ungrouped)] == [2] * 4 + [0] * 4
+    assert all(rank["weights"] == grouped[0]["weights"] for rank in (*grouped, *ungrouped))
     assert result <= passed <= 1.05 * result
     assert 2 * result <= plain <= 2.1 * result
