@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 def planned(case: Case) -> Plan:
     parameters = []
-    for held in case.held:
+    for held in case.buffers:
         for shape, spec, target, source in zip(held.shapes, held.specs, held.targets, held.sources, strict=True):
             name = f"p{len(parameters)}"
             matrices = split_matrices(name, shape, spec)
@@ -120,8 +120,8 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
 def check(case: Case) -> None:
     """Gather, compute and scatter by the plan, and compare what every rank then stores with plain slicing."""
     plan = planned(case)
-    shapes = [shape for held in case.held for shape in held.shapes]
-    specs = [spec for held in case.held for spec in held.specs]
+    shapes = [shape for held in case.buffers for shape in held.shapes]
+    specs = [spec for held in case.buffers for spec in held.specs]
     momenta, first = [], 1
     for shape in shapes:  # no two elements alike, none zero
         momenta.append(torch.arange(first, first + torch.Size(shape).numel()).reshape(shape))
@@ -138,8 +138,8 @@ def check(case: Case) -> None:
         loads[assignment.owner] += assignment.flops
     assert plan.loads == loads
 
-    targets = [held.targets for held in case.held]
-    source, target = Memory([held.sources for held in case.held], momenta), Memory(targets, weights)
+    targets = [held.targets for held in case.buffers]
+    source, target = Memory([held.sources for held in case.buffers], momenta), Memory(targets, weights)
     for bucket, numbers in enumerate(plan.buckets):
         matrices = {n: torch.zeros(plan.assignments[n].matrix.shape, dtype=torch.int64) for n in numbers}
         move(plan, bucket, gather=True, memory=source, matrices=matrices)
@@ -147,13 +147,13 @@ def check(case: Case) -> None:
             assert torch.equal(matrix, canonical(expected[number]))
             matrices[number] = stand_in(matrix, *expected[number].shape)
         move(plan, bucket, gather=False, memory=target, matrices=matrices)
-    assert source == Memory([held.sources for held in case.held], momenta)
+    assert source == Memory([held.sources for held in case.buffers], momenta)
     assert target == Memory(targets, [w + u for w, u in zip(weights, updates, strict=True)])
 
 
 def kinds(case: Case) -> Iterator[str]:
     yield "all"
-    for held in case.held:
+    for held in case.buffers:
         for shape, spec, target, source in zip(held.shapes, held.specs, held.targets, held.sources, strict=True):
             yield from (form for form in FORMS if form in str(spec))
             if "interleaved', (" in str(spec):

@@ -168,7 +168,7 @@ def own(family: str, layout: str, *, missing: bool = False) -> Record:
     held, record = models.hold(family, layout), Record()
     optimizer = optimizer_of(held.model, held.process_group)
     for step in range(STEPS):
-        models.backward(held.model, held.own(models.tokens(step, 4, 12)))
+        models.backward(held.model, held.own_part(models.tokens(step, 4, 12)))
         before: dict[str, tuple[Tensor | None, Any, Tensor]] = {}
         parameters, gradients = {}, {}
         for name, p in held.model.named_parameters():

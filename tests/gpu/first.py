@@ -29,7 +29,7 @@ import muonmesh as mm
 from muonmesh.numerics.kernels.triton import TORCH_FROM, by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
-from tests.support.figures import GPT2, bag, ours
+from tests.support.figures import GPT2, bag, optimizer_of
 
 PARTS = ("ceilings", "host", "products", "orthogonalizations", "steps", "exchange")
 SIDES = (768, 1024, 2048, 4096, 8192)
@@ -215,7 +215,7 @@ def calls(x: Tensor) -> dict[str, Callable[[], Any]]:
 def steps(device: torch.device, shapes: Sequence[tuple[int, int]] = GPT2) -> Iterator[Line]:
     """A step of muonmesh and of torch.optim.Muon, over the matrices of three layers of GPT-2 small."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    for name, make in {"muonmesh": ours, "torch.optim.Muon": torchs}.items():
+    for name, make in {"muonmesh": optimizer_of, "torch.optim.Muon": torchs}.items():
         run = dry_run(bag(*shapes), make)
         model = bag(*shapes).to_empty(device=device)
         for parameter in model.parameters():

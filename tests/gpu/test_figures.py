@@ -28,7 +28,7 @@ def rows() -> Iterator[dict[str, tuple[Row, Row | None]]]:
 
 def measured(case: Case) -> Row:
     """Launches by the profiler, peak memory by torch's allocator, the median time by events."""
-    optimizer = case.made(DEVICE)
+    optimizer = case.optimizer(DEVICE)
     for _ in range(3):
         case.step(optimizer)
     torch.cuda.synchronize()

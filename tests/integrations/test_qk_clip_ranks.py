@@ -88,7 +88,7 @@ def forward(layout: str) -> list[float]:
     for model in (held.model, alone):
         clip = mm.QKClip(model.train())
         batch = models.tokens(0, 4, 6)
-        model(input_ids=batch if model is alone else held.own(batch), use_cache=False)
+        model(input_ids=batch if model is alone else held.own_part(batch), use_cache=False)
         if model is held.model:
             clip.step()
             found.append(clip.largest)
