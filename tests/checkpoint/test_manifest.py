@@ -181,12 +181,12 @@ def piece(content: Any, name: str = UP) -> Any:
     return content["tensors"][name]["pieces"][0]
 
 
-def with_piece(**given: Any) -> Callable[[Any], None]:
-    return lambda content: piece(content).update(given)
+def with_piece(**values: Any) -> Callable[[Any], None]:
+    return lambda content: piece(content).update(values)
 
 
-def with_tensor(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["tensors"][UP].update(given)
+def with_tensor(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["tensors"][UP].update(values)
 
 
 def whole(*shape: int) -> Callable[[Any], None]:
@@ -309,12 +309,12 @@ def test_junk_is_refused_soon_and_takes_no_memory_to_speak_of(name: str, file: s
 # ------------------------------------------------------------------ forged settings and manifests
 
 
-def setting(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["groups"][0]["settings"].update(given)
+def setting(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["groups"][0]["settings"].update(values)
 
 
-def parameter(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["parameters"]["up.weight"].update(given)
+def parameter(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["parameters"]["up.weight"].update(values)
 
 
 def nested(depth: int) -> Any:

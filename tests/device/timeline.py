@@ -141,10 +141,10 @@ class Timeline(nothing.Devices):
         stream.is_default |= is_new
         return stream
 
-    def is_capturing(self, *which: str) -> bool:
-        """Stand for `torch.cuda.is_current_stream_capturing`; with ``which``, refuse an operation during a capture."""
-        if (capturing := self.current_stream().capturing is not None) and which:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {which[0]}")
+    def is_capturing(self, *names: str) -> bool:
+        """Stand for `torch.cuda.is_current_stream_capturing`; with ``names``, refuse an operation during a capture."""
+        if (capturing := self.current_stream().capturing is not None) and names:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {names[0]}")
         return capturing
 
     def push(self, stream: Stream, operation: Operation) -> None:
