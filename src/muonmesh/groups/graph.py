@@ -447,11 +447,9 @@ def facts_of_graph(
     for node in order:
         if node.leaf is not None:
             views = _reached([node], lambda node_below: [user for user, *_ in node_below.users if user.kind in _VIEWS])
-            view_users = [(view, user) for view in views for user, *_ in view.users]
-            added = len(global_shape(node.leaf)) > 1 and any(
-                _takes_as_activations(*view_and_user) for view_and_user in view_users
-            )
-            hidden = any(user.is_opaque for _, user in view_users)
+            readers = [(view, user) for view in views for user, *_ in view.users]
+            added = len(global_shape(node.leaf)) > 1 and any(_takes_as_activations(*reader) for reader in readers)
+            hidden = any(user.is_opaque for _, user in readers)
             facts[names[id(node.leaf)]] = Facts("added" if added else None, hidden=hidden)
         if node.kind in _LOOK_UP and (at := _weight(node.below[0])) is not None:
             facts[names[id(at[0])]].does = "looked up"
