@@ -148,14 +148,14 @@ def products(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Callable[...
     s = torch.empty(2, 1, 1)
 
     def product(*operands: Any, symmetric: bool) -> Callable[..., Launch]:
-        return lambda **told: multiplication(*operands, symmetric=symmetric, **told)
+        return lambda **options: multiplication(*operands, symmetric=symmetric, **options)
 
     return {
         "X Xᵀ": product(x, x.mT, None, 1.0, 0.0, s, square, symmetric=True),
         "b·A + c·A²": product(a, a, a, 1.0, 2.0, 1.0, square, symmetric=True),
         "Q X": product(a, x, None, 1.0, 0.0, s, other, symmetric=False),
-        "(q + W)(p + Z)": lambda **told: multiplication(
-            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, identity=3.0, **told
+        "(q + W)(p + Z)": lambda **options: multiplication(
+            *(a, a, a, 1.0, 2.0, 1.0, square), symmetric=False, d=a, delta=2.0, identity=3.0, **options
         ),
     }
 

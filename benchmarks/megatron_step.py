@@ -142,7 +142,7 @@ class Contest:
 
         from muonmesh.numerics.coefficients import coefficient_schedule
 
-        gather, local_parts = self.gathered.gather, self.gathered.held
+        gather, local_parts = self.gathered.gather, self.gathered.local_values
         before = gather(local_parts(self.parameters))
         gradients = gather(local_parts(self.parameters, self.gathered.gradients(self.chunks)))
         self.step()

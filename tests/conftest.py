@@ -131,8 +131,8 @@ def workers() -> Iterator[Callable[[int], Pool]]:
         return _pools[world_size]
 
     yield pool
-    for each in _pools.values():
-        each.close()
+    for started_pool in _pools.values():
+        started_pool.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -375,7 +375,7 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         host.begin(shape)
         chunks = host.chunks_of(shape)
         parameters = gathered.named(chunks)
-        whole = {name: tensor.shape for name, tensor in gathered.gather(gathered.held(parameters)).items()}
+        whole = {name: tensor.shape for name, tensor in gathered.gather(gathered.local_values(parameters)).items()}
         for name, parameter in parameters.items():
             parameter.data.copy_(_megatron_shard(name, start(name, whole[name])))
         config = host.optimizer_config(shape, clip_grad=0.0)
@@ -391,7 +391,7 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
         else:
             make = importlib.import_module("muonmesh.integrations.megatron").get_megatron_optimizer
             optimizer = make(config, chunks, muon={"lr": RATE})
-        snapshots = [gathered.gather(gathered.held(parameters))]
+        snapshots = [gathered.gather(gathered.local_values(parameters))]
         for number in range(STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -399,11 +399,11 @@ def megatron(mode: str) -> Callable[[Layout, bool], Any]:
                 parameter.main_grad.copy_(_megatron_gradient(name, number, whole[name]))
             for chunk in chunks:
                 chunk.finish_grad_sync()
-            reduced = gathered.gather(gathered.held(parameters, gathered.gradients(chunks)))
+            reduced = gathered.gather(gathered.local_values(parameters, gathered.gradients(chunks)))
             for name, tensor in reduced.items():
                 assert torch.equal(tensor, gradient(name, number, tensor.shape)), f"{name}: another gradient"
             optimizer.step()
-            snapshots.append(gathered.gather(gathered.held(parameters)))
+            snapshots.append(gathered.gather(gathered.local_values(parameters)))
         return snapshots
 
     return run
@@ -423,14 +423,14 @@ def _megatron_gradient(name: str, number: int, shape: torch.Size) -> Tensor:
 def _megatron_shard(name: str, whole: Tensor) -> Tensor:
     """Cut a rank's shard out of a whole parameter."""
     from megatron.core.parallel_state import get_tensor_model_parallel_world_size
-    from tests.megatron.gathered import CUTS, place
+    from tests.megatron.gathered import CUTS, tensor_parallel_rank
 
     dim, pieces = next((cut for end, cut in CUTS.items() if name.endswith(end)), (None, 1))
     parts = 1 if "local_experts" in name else get_tensor_model_parallel_world_size()
     if dim is None or parts == 1:
         return whole
     assert isinstance(pieces, int)
-    return torch.cat([piece.chunk(parts, dim)[place(name)] for piece in whole.chunk(pieces, dim)], dim)
+    return torch.cat([piece.chunk(parts, dim)[tensor_parallel_rank(name)] for piece in whole.chunk(pieces, dim)], dim)
 
 
 # ---------------------------------------------------------------- who takes part

@@ -75,17 +75,17 @@ for _reader in ("megatron_fsdp", "ragged_shards"):
 def __getattr__(name: str) -> Any:
     """Import a public name, or a part of the package, at its first use."""
     home = next((part for part, names in _HOMES.items() if name in names.split()), None)
-    found: Any
+    value: Any
     if name == "__version__":
-        found = importlib.metadata.version(__name__)
+        value = importlib.metadata.version(__name__)
     elif home is not None:
-        found = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
-        found = importlib.import_module(f"{__name__}.{name}")
+        value = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -101,22 +101,22 @@ def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, machine
     return Case(model, optimizer, give, lambda: problem.result(model, optimizer))
 
 
-def of_held(held: layouts.Held, **settings: Any) -> Case:
-    optimizer = optimizer_of(held.groups, **held.settings, **settings)
+def of_held(layout: layouts.Held, **settings: Any) -> Case:
+    optimizer = optimizer_of(layout.groups, **layout.settings, **settings)
     model = nn.Module()
-    for name, tensor in held.tensors.items():
+    for name, tensor in layout.tensors.items():
         model.register_parameter(name, tensor)  # type: ignore[arg-type]
-    return Case(model, optimizer, held.give, lambda: held.whole(optimizer))
+    return Case(model, optimizer, layout.give, lambda: layout.whole(optimizer))
 
 
 def on_mesh(
-    hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]], values: dict[str, Tensor]
+    hold: Any, sizes: tuple[int, ...], placements_for: Callable[[str, int], list[Placement]], values: dict[str, Tensor]
 ) -> layouts.Held:
     def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
-        return place(name, len(shape))
+        return placements_for(name, len(shape))
 
-    held: layouts.Held = hold(PARAMETERS, values, mesh_of(sizes), placements)
-    return held
+    layout: layouts.Held = hold(PARAMETERS, values, mesh_of(sizes), placements)
+    return layout
 
 
 def alternating(name: str, dims: int) -> list[Placement]:
@@ -135,7 +135,7 @@ def experts(name: str, dims: int) -> list[Placement]:
 
 def whole_of(optimizer: mm.Muon) -> dict[str, Tensor]:
     """Parameters and state, whole, by name, wherever they live."""
-    held, shapes, counts = {}, {}, {}
+    parts, shapes, counts = {}, {}, {}
     for member in placed_members(optimizer):
         for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
             layout = member.state_layouts.get(key, member).storage.layout
@@ -143,8 +143,8 @@ def whole_of(optimizer: mm.Muon) -> dict[str, Tensor]:
             if key == "step":
                 counts[name] = value.clone()
             else:
-                held[name], shapes[name] = layouts.elements(local_of(value).detach().clone(), layout), layout.shape
-    return {**gathered.join(held, shapes), **counts}
+                parts[name], shapes[name] = layouts.elements(local_of(value).detach().clone(), layout), layout.shape
+    return {**gathered.join(parts, shapes), **counts}
 
 
 def to_owners(*, sharded: bool = False) -> Make:
@@ -195,17 +195,17 @@ def model_in(layout: str, **settings: Any) -> Make:
     return functools.partial(of_model, layout, **settings)
 
 
-def held_on(hold: Any, sizes: tuple[int, ...], place: Callable[[str, int], list[Placement]]) -> Make:
+def held_on(hold: Any, sizes: tuple[int, ...], placements_for: Callable[[str, int], list[Placement]]) -> Make:
     def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
-        return of_held(on_mesh(hold, sizes, place, values_of(seed, dtype)), **settings)
+        return of_held(on_mesh(hold, sizes, placements_for, values_of(seed, dtype)), **settings)
 
     return make
 
 
 def flat(tensor_parallel: int = 1) -> Make:
     def make(seed: int, **settings: Any) -> Case:
-        held = layouts.flat(PARAMETERS, values_of(seed), tensor_parallel=tensor_parallel, seed=tensor_parallel)
-        return of_held(held, **settings)
+        layout = layouts.flat(PARAMETERS, values_of(seed), tensor_parallel=tensor_parallel, seed=tensor_parallel)
+        return of_held(layout, **settings)
 
     return make
 
@@ -384,12 +384,12 @@ def test_state_on_the_host_goes_along_and_so_does_state_that_was_not_there(
 
 def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
     """Load what has masters into a model in fp32, and return which weights are not the masters."""
-    here = build("one process", seed=7)
-    mm.checkpoint.load(path, here.model, here.optimizer)
+    local_case = build("one process", seed=7)
+    mm.checkpoint.load(path, local_case.model, local_case.optimizer)
     trained = build("one process", **settings)
     trained.advance(0, FIRST)
-    whole, found = trained.whole(), here.whole()
-    return [name for name in NAMES if not torch.equal(found[name], whole[f"{name}.master"])]
+    whole, loaded = trained.whole(), local_case.whole()
+    return [name for name in NAMES if not torch.equal(loaded[name], whole[f"{name}.master"])]
 
 
 # ------------------------------------------------------------------ killed at random moments
@@ -417,18 +417,18 @@ def trained(folder: str, layout: str, last: int, rank: int, port: int) -> None:
     """What each rank does: go on from the newest checkpoint, and save after every step."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    ranks, place = LAYOUTS[layout][0], Path(folder)
+    ranks, checkpoints = LAYOUTS[layout][0], Path(folder)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    first = newest(place)
+    first = newest(checkpoints)
     case = build(layout, seed=7 if first else 0)
     if first:
-        mm.checkpoint.load(place / str(first), case.model, case.optimizer)
+        mm.checkpoint.load(checkpoints / str(first), case.model, case.optimizer)
     dist.barrier()  # none saves before all have looked
     for step in range(first, last):
         case.advance(step, step + 1)
-        mm.checkpoint.save(place / str(step + 1), case.model, case.optimizer)
+        mm.checkpoint.save(checkpoints / str(step + 1), case.model, case.optimizer)
         if rank == 0 and step >= KEPT:
-            shutil.rmtree(place / str(step + 1 - KEPT))
+            shutil.rmtree(checkpoints / str(step + 1 - KEPT))
     os._exit(0)
 
 

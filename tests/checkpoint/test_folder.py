@@ -47,8 +47,8 @@ def tensors(factor: float) -> dict[str, Any]:
     }
 
 
-def whole(held: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: getattr(tensor, "full_tensor", tensor.clone)() for name, tensor in held.items()}
+def whole(local_tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: getattr(tensor, "full_tensor", tensor.clone)() for name, tensor in local_tensors.items()}
 
 
 def written(path: Path, factor: float = 1.0) -> None:
@@ -57,44 +57,44 @@ def written(path: Path, factor: float = 1.0) -> None:
 
 def read_back(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
     """What a rank reads, and whether what it reads into is as it was where that was refused."""
-    held = tensors(0.0)
+    read_tensors = tensors(0.0)
     try:
-        settings = read(path, held)
+        settings = read(path, read_tensors)
     except FileError as error:
         settings = {"error": str(error)}
-    found = whole(held)
-    return settings, found, all(not tensor.any() for tensor in found.values())
+    wholes = whole(read_tensors)
+    return settings, wholes, all(not tensor.any() for tensor in wholes.values())
 
 
 def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "made" / "state"
     for factor in (1.0, 2.0):
         pool.run(written, path, factor)
-        for settings, found, _ in pool.run(read_back, path):
+        for settings, wholes, _ in pool.run(read_back, path):
             assert settings == SETTINGS
-            assert torch.equal(found["model.weight"], torch.arange(35.0).view(7, 5) * factor)
-            assert torch.equal(found["model.bias"], torch.full((5,), 3.0 * factor, dtype=torch.bfloat16))
-            assert float(found["state.weight.step"]) == 2.0 * factor
+            assert torch.equal(wholes["model.weight"], torch.arange(35.0).view(7, 5) * factor)
+            assert torch.equal(wholes["model.bias"], torch.full((5,), 3.0 * factor, dtype=torch.bfloat16))
+            assert float(wholes["state.weight.step"]) == 2.0 * factor
         assert [entry.name for entry in path.parent.iterdir()] == ["state"]
     # By one process alone, which is no rank, and by nobody's world size.
-    held = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
-    assert read(path, held) == SETTINGS
-    assert all(torch.equal(held[name], tensor) for name, tensor in found.items())
-    assert open_checkpoint(path).tensors.keys() == held.keys()
+    by_torch = {name: torch.zeros_like(tensor) for name, tensor in wholes.items()}
+    assert read(path, by_torch) == SETTINGS
+    assert all(torch.equal(by_torch[name], tensor) for name, tensor in wholes.items())
+    assert open_checkpoint(path).tensors.keys() == by_torch.keys()
 
 
 def held_by_another(path: Path) -> str:
     import fcntl
 
-    held = os.open(scratch_at(path), os.O_RDONLY)
+    descriptor = os.open(scratch_at(path), os.O_RDONLY)
     if dist.get_rank() == 1:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     dist.barrier()
     try:
         with pytest.raises(FileError) as caught:
             written(path, 5.0)
     finally:
-        os.close(held)
+        os.close(descriptor)
     return str(caught.value)
 
 
@@ -117,9 +117,9 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     (run / "config.json").write_text("{}")
     link.symlink_to(path, target_is_directory=True)
     file.write_text("mine")
-    for place, found in ((run, "'config.json' in it"), (link, "a link"), (file, "a file")):
-        for message in pool.run(refused, place):
-            assert message.startswith(f"{place}: found {found}"), message
+    for occupied, kind in ((run, "'config.json' in it"), (link, "a link"), (file, "a file")):
+        for message in pool.run(refused, occupied):
+            assert message.startswith(f"{occupied}: found {kind}"), message
             assert message.endswith("needed nothing there, or a checkpoint to replace. Save under another name")
     assert (run / "config.json").exists()
     assert link.is_symlink()
@@ -133,26 +133,26 @@ LEFT = {"a link": Path.symlink_to, "a file": Path.hardlink_to, "'notes.txt' in i
 
 
 @pytest.mark.parametrize("beside", [scratch_at, previous_at])
-@pytest.mark.parametrize("found", LEFT)
+@pytest.mark.parametrize("kind", LEFT)
 def test_what_somebody_else_has_at_a_temporary_path_stays(
-    beside: Callable[[Path], Path], found: str, pool: Pool, tmp_path: Path
+    beside: Callable[[Path], Path], kind: str, pool: Pool, tmp_path: Path
 ) -> None:
     """A save ended in "Not a directory" there, or removed the files of somebody else."""
     path, notes = tmp_path / "state", tmp_path / "notes.txt"
-    place = beside(path)
+    occupied = beside(path)
     pool.run(written, path)
     notes.write_text("mine")
-    if (make := LEFT[found]) is None:
-        place.mkdir()
-        shutil.copy(notes, place)
+    if (make := LEFT[kind]) is None:
+        occupied.mkdir()
+        shutil.copy(notes, occupied)
     else:
-        make(place, tmp_path if found == "a link" else notes)
+        make(occupied, tmp_path if kind == "a link" else notes)
     needed = "nothing there, or the rest of an interrupted save. Move it away, or save under another name"
     for message in pool.run(refused, path):
-        assert message.startswith(f"{place}: found {found}"), message
+        assert message.startswith(f"{occupied}: found {kind}"), message
         assert message.endswith(f"needed {needed}"), message
-    assert os.path.lexists(place)
-    assert (place / "notes.txt").exists() or place.read_text() == "mine"
+    assert os.path.lexists(occupied)
+    assert (occupied / "notes.txt").exists() or occupied.read_text() == "mine"
     assert pool.run(read_back, path)[0][0] == SETTINGS
 
 
@@ -199,8 +199,8 @@ def test_a_disk_that_is_full_anywhere_or_read_only_is_one_sentence_on_every_rank
 
 
 def tried_on_disks_of_their_own(path: Path) -> str:
-    (own := path / f"disk of rank {dist.get_rank()}").mkdir()
-    return tried(own / "state", 1.0)
+    (disk := path / f"disk of rank {dist.get_rank()}").mkdir()
+    return tried(disk / "state", 1.0)
 
 
 def test_a_disk_that_ranks_do_not_share_is_said_before_anything_is_written(pool: Pool, tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def tried_by_a_limited_rank(limited: int, path: Path) -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     large = {"model.weight": distribute_tensor(torch.ones(256, 256), mesh, [Shard(0)])}
     may = files_of_at_most(50_000, deadly=False) if dist.get_rank() == limited else contextlib.nullcontext()
-    with may, pytest.raises(FileError) as told:
+    with may, pytest.raises(FileError) as caught:
         write(path, large, SETTINGS)
-    return str(told.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("limited", range(RANKS))

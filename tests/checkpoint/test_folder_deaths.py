@@ -47,9 +47,9 @@ def generation_at(path: Path) -> int:
         with pytest.raises(FileError, match="found nothing there; needed the folder of a checkpoint"):
             open_checkpoint(path)
         return 0
-    held = tensors(0)
-    generation = int(read(path, held)["generation"])
-    assert all(torch.equal(held[name], tensor) for name, tensor in tensors(generation).items())
+    read_tensors = tensors(0)
+    generation = int(read(path, read_tensors)["generation"])
+    assert all(torch.equal(read_tensors[name], tensor) for name, tensor in tensors(generation).items())
     return generation
 
 
@@ -75,11 +75,13 @@ def survivors(root: Path, how: str, cut: Callable[[Path, int], Callable[[], None
         if how != "the first":
             save(place_of(folder, how, OLD), OLD)
         ended = in_child(cut(folder, point))
-        found = newest_generation(folder) if how == "one after the other" else generation_at(place_of(folder, how, NEW))
+        generation = (
+            newest_generation(folder) if how == "one after the other" else generation_at(place_of(folder, how, NEW))
+        )
         save(place_of(folder, how, NEXT), NEXT)
         assert os.listdir(folder) == [place_of(folder, how, NEXT).name], point
         assert generation_at(place_of(folder, how, NEXT)) == NEXT
-        outcomes.append((ended, found))
+        outcomes.append((ended, generation))
         if ended == 0:
             break
     return outcomes
@@ -120,11 +122,11 @@ def test_a_process_that_ends_before_any_operation_on_files_leaves_the_old_or_the
     outcomes = alone(dies_at_an_operation, tmp_path, how)
     old = 0 if how == "the first" else OLD
     assert [ended for ended, _ in outcomes] == [DEAD] * (len(outcomes) - 1) + [0]
-    found = [generation for _, generation in outcomes]
-    assert len(found) > 15
-    assert found == sorted(found), "never back from the new to the old"
-    assert set(found) == {old, NEW}
-    print(f"{how}: ended before each of {len(found) - 1} operations; {found.count(old)} times the old was there")
+    numbers = [generation for _, generation in outcomes]
+    assert len(numbers) > 15
+    assert numbers == sorted(numbers), "never back from the new to the old"
+    assert set(numbers) == {old, NEW}
+    print(f"{how}: ended before each of {len(numbers) - 1} operations; {numbers.count(old)} times the old was there")
 
 
 @pytest.mark.parametrize("step", [331, pytest.param(13, marks=pytest.mark.soak)])
@@ -143,31 +145,31 @@ def goes_on(root: Path, cut: str, points: Iterable[int]) -> list[Any]:
     outcomes: list[Any] = []
 
     def save_twice(folder: Path, point: int) -> None:
-        path, said = folder / "state", ""
+        path, message = folder / "state", ""
         refused = None if cut == "byte" else Point(folder, point, refuse)
         try:
             with files_of_at_most(point, deadly=False) if cut == "byte" else nullcontext():
                 save(path, NEW)
         except FileError as error:
-            said = str(error)
-        reached = bool(said) if refused is None else not refused.armed
+            message = str(error)
+        reached = bool(message) if refused is None else not refused.armed
         if refused is not None:
             refused.armed = False
-        found = generation_at(path)
-        if said and cut == "byte":  # an operation may be the one that removes what was there before
+        generation = generation_at(path)
+        if message and cut == "byte":  # an operation may be the one that removes what was there before
             assert os.listdir(folder) == ["state"]
         save(path, NEXT)
         assert generation_at(path) == NEXT
         assert os.listdir(folder) == ["state"]
-        (folder.parent / "told.json").write_text(json.dumps([said, found, reached]))
+        (folder.parent / "told.json").write_text(json.dumps([message, generation, reached]))
 
     for point in points:
         folder = root / f"{point:04d}"
         folder.mkdir()
         save(folder / "state", OLD)
         assert in_child(lambda folder=folder, point=point: save_twice(folder, point)) == 0, point
-        said, found, reached = json.loads((root / "told.json").read_text())
-        outcomes.append((said, found))
+        last_message, last_generation, reached = json.loads((root / "told.json").read_text())
+        outcomes.append((last_message, last_generation))
         if not reached:
             break
     return outcomes
@@ -182,16 +184,16 @@ def test_what_cannot_be_written_is_one_sentence_and_the_process_goes_on(cut: str
     outcomes = alone(goes_on, tmp_path, cut, points)
     assert len(outcomes) > (15 if cut == "operation" else 3)
     assert outcomes[-1] == ("", NEW)
-    assert sum(bool(said) for said, _ in outcomes) >= len(outcomes) // 2
-    harmless = sum(not said for said, _ in outcomes[:-1])
+    assert sum(bool(message) for message, _ in outcomes) >= len(outcomes) // 2
+    harmless = sum(not message for message, _ in outcomes[:-1])
     print(f"refused at each of {len(outcomes) - 1} points ({cut}); {harmless} times it did not matter")
-    for said, found in outcomes[:-1]:
-        if said:
-            assert found == OLD, said
-            assert ": could not be written: " in said
-            assert said.endswith("Free some space there, then save again")
+    for message, generation in outcomes[:-1]:
+        if message:
+            assert generation == OLD, message
+            assert ": could not be written: " in message
+            assert message.endswith("Free some space there, then save again")
         else:
-            assert found == NEW, "what failed was the removal of the old"
+            assert generation == NEW, "what failed was the removal of the old"
 
 
 def test_a_full_disk_and_one_that_is_read_only_leave_the_old(tmp_path: Path) -> None:
@@ -214,26 +216,26 @@ def test_a_full_disk_and_one_that_is_read_only_leave_the_old(tmp_path: Path) -> 
 
 def test_no_name_is_given_before_all_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file and its folder have been waited for before the renaming, and the folder around it after that."""
-    done: list[tuple[str, str]] = []
+    operations: list[tuple[str, str]] = []
     really = os.fsync
 
     def note(descriptor: int) -> None:
-        done.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        operations.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
         really(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
     rename = Path.rename
 
     def renamed(self: Path, target: Path) -> Path:
-        done.append(("rename", str(target)))
+        operations.append(("rename", str(target)))
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", renamed)
     path = tmp_path / "state"
     save(path, OLD)
-    at = done.index(("rename", str(path)))
+    at = operations.index(("rename", str(path)))
     scratch = str(tmp_path / ".state.writing")
-    waited = [name for what, name in done[:at] if what == "fsync"]
+    waited = [name for operation, name in operations[:at] if operation == "fsync"]
     assert {Path(name).name.removesuffix(".writing").strip(".") for name in waited} >= {
         "__0_0.distcp",
         "metadata",
@@ -242,4 +244,4 @@ def test_no_name_is_given_before_all_is_on_the_disk(tmp_path: Path, monkeypatch:
     }
     assert waited[-1] == scratch
     assert MANIFEST_FILE in waited[-2]
-    assert ("fsync", str(tmp_path)) in done[at:]
+    assert ("fsync", str(tmp_path)) in operations[at:]

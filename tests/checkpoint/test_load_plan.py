@@ -82,7 +82,7 @@ def advance(model: nn.Module, optimizer: mm.Muon, seed: int) -> None:
     optimizer.step()
 
 
-def everything(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     return problem.result(model, optimizer) | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
@@ -103,15 +103,15 @@ def refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> s
     """Load into something that does not fit, and return the message; nothing has changed."""
     model, optimizer = make(seed=5, **how)
     advance(model, optimizer, 2)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    with pytest.raises(error) as found:
+    with pytest.raises(error) as caught:
         mm.checkpoint.load(path, model, optimizer)
-    assert problem.differing(everything(model, optimizer), before) == []
+    assert problem.differing(snapshot(model, optimizer), before) == []
     assert settings == [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    return str(found.value)
+    return str(caught.value)
 
 
 OTHERS = {"qkw.weight": (12, 6), "up.weight": (9, 6), "embed.weight": (7, 4), "norm.bias": (5,), "gate.weight": (3, 3)}
@@ -132,12 +132,12 @@ def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callabl
     del shapes["up.weight"]
     model, optimizer = make(shapes, seed=5)
     advance(model, optimizer, 2)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     mm.checkpoint.load(path, model, optimizer, strict=False)
-    after = everything(model, optimizer)
-    first, one = make()
-    advance(first, one, 1)
-    expected = everything(first, one)
+    after = snapshot(model, optimizer)
+    first, its_optimizer = make()
+    advance(first, its_optimizer, 1)
+    expected = snapshot(first, its_optimizer)
     for name, value in after.items():
         assert torch.equal(value, (before if name.startswith("gate") else expected)[name]), name
 
@@ -169,10 +169,10 @@ def test_groups_may_be_cut_otherwise_if_their_settings_are_the_same(saved: Calla
     model, optimizer = apart(lr=0.7)  # as an override does: the saved rate counts
     mm.checkpoint.load(path, model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25]
-    first, one = make()
-    advance(first, one, 1)
+    first, its_optimizer = make()
+    advance(first, its_optimizer, 1)
     momentum = optimizer.state[model.get_parameter("qkv.weight")]["momentum_buffer"]
-    assert torch.equal(momentum, one.state[first.get_parameter("qkv.weight")]["momentum_buffer"])
+    assert torch.equal(momentum, its_optimizer.state[first.get_parameter("qkv.weight")]["momentum_buffer"])
 
     other, two = apart(lr=0.125)
     advance(other, two, 1)
@@ -190,14 +190,14 @@ def test_a_matrix_may_be_fused_or_split_if_its_state_means_the_same(saved: Calla
     model, optimizer = make(seed=5, specs=WHOLE)
     mm.checkpoint.load(path, model, optimizer)
     advance(model, optimizer, 3)
-    other, one = make(specs=FUSED)
-    advance(other, one, 1)
-    one.param_groups[0]["matrices"][0] = "whole"
+    other, its_optimizer = make(specs=FUSED)
+    advance(other, its_optimizer, 1)
+    its_optimizer.param_groups[0]["matrices"][0] = "whole"
     expected = mm.Muon(groups_of(other, WHOLE), process_group="local", compute_dtype=torch.float32)
-    for parameter, state in one.state.items():
+    for parameter, state in its_optimizer.state.items():
         expected.state[parameter] = dict(state)
     advance(other, expected, 3)
-    assert problem.differing(everything(model, optimizer), everything(other, expected)) == []
+    assert problem.differing(snapshot(model, optimizer), snapshot(other, expected)) == []
 
 
 def test_numbers_of_other_matrices_are_refused(saved: Callable[..., Path]) -> None:
@@ -217,8 +217,8 @@ def test_weights_are_never_rounded_but_masters_take_them(saved: Callable[..., Pa
     )
     model, optimizer = make(seed=5, dtype=torch.bfloat16, master_dtype=torch.float32)
     mm.checkpoint.load(path, model, optimizer)
-    first, one = make()
-    advance(first, one, 1)
+    first, its_optimizer = make()
+    advance(first, its_optimizer, 1)
     weight = model.get_parameter("up.weight")
     assert torch.equal(optimizer.state[weight]["master"], first.get_parameter("up.weight"))
     assert torch.equal(weight, first.get_parameter("up.weight").bfloat16())
@@ -233,7 +233,7 @@ def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Pa
     mm.checkpoint.load(tmp_path / "fresh", model, optimizer)
     for pair in ((model, optimizer), (fresh, untouched)):
         advance(*pair, 3)
-    assert problem.differing(everything(model, optimizer), everything(fresh, untouched)) == []
+    assert problem.differing(snapshot(model, optimizer), snapshot(fresh, untouched)) == []
 
 
 def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: None) -> None:
@@ -247,9 +247,9 @@ def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: 
     with pytest.warns(
         UserWarning,
         match=r"by the products 'torch, deflated'; needed those .* 'compiled 1, deflated'.* kernels=\"torch\"",
-    ) as told:
+    ) as caught:
         mm.checkpoint.load(tmp_path / "checkpoint", *stepped("compiled"))
-    assert len(told) == 1
+    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.checkpoint.load(tmp_path / "checkpoint", *stepped("torch"))
@@ -265,9 +265,11 @@ def test_who_goes_on_where_auto_is_another_set_is_told_once(tmp_path: Path) -> N
         return model, optimizer
 
     mm.checkpoint.save(tmp_path / "auto", *stepped())
-    with pytest.warns(UserWarning, match=r"'torch, deflated'; needed those of this process, 'torch, polar_ex") as told:
+    with pytest.warns(
+        UserWarning, match=r"'torch, deflated'; needed those of this process, 'torch, polar_ex"
+    ) as caught:
         mm.checkpoint.load(tmp_path / "auto", *stepped(compute_dtype=torch.float32))
-    assert len(told) == 1
+    assert len(caught) == 1
     mm.checkpoint.save(tmp_path / "named", *stepped(ns_coefficients="polar_express"))
     model, optimizer = stepped()
     with warnings.catch_warnings():
@@ -285,7 +287,7 @@ def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> 
     mm.checkpoint.load(tmp_path / "checkpoint", other, two)
     for pair in ((model, optimizer), (other, two)):
         advance(*pair, 2)
-    assert problem.differing(everything(model, optimizer), everything(other, two)) == []
+    assert problem.differing(snapshot(model, optimizer), snapshot(other, two)) == []
 
 
 def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
@@ -294,7 +296,7 @@ def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
     model, optimizer = make()
     advance(model, optimizer, 0)
     mm.checkpoint.save(tmp_path / "whole", model, optimizer)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(ReadyParameters, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -303,7 +305,7 @@ def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
         mm.checkpoint.save(tmp_path / "torn", model, optimizer)
     assert not (tmp_path / "torn").exists()
     mm.checkpoint.load(tmp_path / "whole", model, optimizer)
-    assert problem.differing(everything(model, optimizer), before) == []
+    assert problem.differing(snapshot(model, optimizer), before) == []
     mm.checkpoint.save(tmp_path / "torn", model, optimizer)
 
 
@@ -344,25 +346,25 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -> None:
     """What is missing torch names, or leaves as it was; what does not fit we do, strict or not."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
-    first, one = make()
-    advance(first, one, 1)
-    full: Any = get_optimizer_state_dict(first, one, options=options)
+    first, its_optimizer = make()
+    advance(first, its_optimizer, 1)
+    full: Any = get_optimizer_state_dict(first, its_optimizer, options=options)
     do, message = CHANGES[change]
     do(full)
     model, optimizer = make(seed=5)
     advance(model, optimizer, 2)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     if strict or change in ("another shape", "too much"):
         with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
             set_optimizer_state_dict(model, optimizer, full, options=options)
-        assert problem.differing(everything(model, optimizer), before) == []
+        assert problem.differing(snapshot(model, optimizer), before) == []
         return
     set_optimizer_state_dict(model, optimizer, full, options=options)
-    left = "up.weight" if change == "missing" else "qkv.weight"
-    after = everything(model, optimizer)
+    unchanged = "up.weight" if change == "missing" else "qkv.weight"
+    after = snapshot(model, optimizer)
     for name, parameter in first.named_parameters():
-        for key, value in one.state[parameter].items():
-            assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == left else value), name
+        for key, value in its_optimizer.state[parameter].items():
+            assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == unchanged else value), name
 
 
 class Calibrated(nn.Module):
@@ -370,14 +372,14 @@ class Calibrated(nn.Module):
 
     def __init__(self, extra: Any) -> None:
         super().__init__()
-        self.extra, self.given = extra, 0
+        self.extra, self.loads = extra, 0
 
     def get_extra_state(self) -> Any:
         return self.extra
 
     def set_extra_state(self, state: Any) -> None:
         self.extra = state
-        self.given += 1
+        self.loads += 1
 
 
 def with_extra(extra: Any, seed: int = 0) -> tuple[Model, mm.Muon, Calibrated]:
@@ -392,16 +394,16 @@ def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) ->
     """So modules of Transformer Engine have it where they do not compute in FP8."""
     model, optimizer, _ = with_extra(extra)
     mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
-    plain, one = make(seed=5)
-    mm.checkpoint.load(tmp_path / "checkpoint", plain, one)
+    plain, plain_optimizer = make(seed=5)
+    mm.checkpoint.load(tmp_path / "checkpoint", plain, plain_optimizer)
     other, two, module = with_extra(extra, seed=6)
     mm.checkpoint.load(tmp_path / "checkpoint", other, two)
-    assert module.given == 0
-    assert problem.differing(everything(other, two), everything(plain, one)) == []
+    assert module.loads == 0
+    assert problem.differing(snapshot(other, two), snapshot(plain, plain_optimizer)) == []
 
 
 @pytest.mark.parametrize(
-    ("extra", "found"),
+    ("extra", "value"),
     [
         (torch.frombuffer(bytearray(pickle.dumps({})), dtype=torch.uint8), "a Tensor"),
         (torch.tensor([1.5, 2.5]), "a Tensor"),
@@ -410,11 +412,11 @@ def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) ->
     ],
     ids=["bytes", "numbers", "stream", "dict"],
 )
-def test_extra_state_is_refused_by_name(extra: Any, found: str, tmp_path: Path) -> None:
+def test_extra_state_is_refused_by_name(extra: Any, value: str, tmp_path: Path) -> None:
     """Its module might unpickle it; whoever keeps it elsewhere can save the rest."""
     model, optimizer, module = with_extra(extra)
     needed = "needed None or an empty tensor.*register_buffer"
-    with pytest.raises(mm.StateError, match=rf"up\.scales\.get_extra_state\(\): found {found}; {needed}"):
+    with pytest.raises(mm.StateError, match=rf"up\.scales\.get_extra_state\(\): found {value}; {needed}"):
         mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
     assert not (tmp_path / "checkpoint").exists()
     module.get_extra_state = lambda: None  # type: ignore[method-assign]
@@ -434,11 +436,11 @@ def fits_on_one_rank(path: str) -> tuple[str, list[str]]:
     advance(model, optimizer, 1)
     mm.checkpoint.save(path, model, optimizer)
     other, two = make({**SHAPES, "embed.weight": (7, 4 + rank)}, seed=5, group="world")
-    before = everything(other, two)
+    before = snapshot(other, two)
     try:
         mm.checkpoint.load(path, other, two)
     except mm.StateError as error:
-        return str(error), problem.differing(everything(other, two), before)
+        return str(error), problem.differing(snapshot(other, two), before)
     return "", []
 
 

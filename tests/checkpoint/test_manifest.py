@@ -115,14 +115,14 @@ def test_a_load_reads_the_elements_of_tensors_and_json_and_nothing_else(saved: S
     folder, model, optimizer = saved
     (folder / METADATA_FILE).write_bytes(pickle.dumps(Acts(tmp_path / "mark")))
     content = bytearray((folder / "__0_0.distcp").read_bytes())
-    kept = bytearray(b"\xff" * len(content))
+    elements = bytearray(b"\xff" * len(content))
     tensors = read_manifest(folder).tensors
     for tensor in tensors.values():
         for piece in tensor.pieces:
             of_it = slice(piece.start, piece.start + tensor.bytes_of(piece))
-            kept[of_it] = content[of_it]
-    assert kept != content
-    (folder / "__0_0.distcp").write_bytes(bytes(kept))
+            elements[of_it] = content[of_it]
+    assert elements != content
+    (folder / "__0_0.distcp").write_bytes(bytes(elements))
     forge(folder)
     mm.checkpoint.load(folder, model, optimizer)
     assert not (tmp_path / "mark").exists()
@@ -132,8 +132,8 @@ def test_a_load_reads_the_elements_of_tensors_and_json_and_nothing_else(saved: S
     again.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, first.get_parameter(name))
-        for key, held in again.state[first.get_parameter(name)].items():
-            assert torch.equal(optimizer.state[parameter][key], held)
+        for key, state in again.state[first.get_parameter(name)].items():
+            assert torch.equal(optimizer.state[parameter][key], state)
     assert {name for name in tensors if name.startswith("model.")} == {f"model.{name}" for name in model.state_dict()}
 
 
@@ -150,22 +150,24 @@ def test_memory_in_any_order_is_written_so_that_torch_and_we_read_it(tmp_path: P
         "half": torch.ones(3, dtype=torch.bfloat16) / 3,
     }
     write(tmp_path / "saved", tensors, {})
-    here = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors.items()}
-    read(tmp_path / "saved", here)
-    theirs = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors.items()}
+    by_muonmesh = {name: torch.zeros(source.shape, dtype=source.dtype) for name, source in tensors.items()}
+    read(tmp_path / "saved", by_muonmesh)
+    by_torch = {name: torch.zeros(source.shape, dtype=source.dtype) for name, source in tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        dcp.load(theirs, checkpoint_id=tmp_path / "saved")
+        dcp.load(by_torch, checkpoint_id=tmp_path / "saved")
     for name, tensor in tensors.items():
-        assert torch.equal(here[name], tensor)
-        assert torch.equal(theirs[name], tensor)
+        assert torch.equal(by_muonmesh[name], tensor)
+        assert torch.equal(by_torch[name], tensor)
 
 
 def test_what_no_load_could_read_is_not_saved(tmp_path: Path) -> None:
     write(tmp_path / "saved", {"weight": torch.ones(3)}, {})
     scaled = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
-    told = r"\['scaled'\]\['dtype'\]: found 'qint8'; needed a dtype.* Nothing was saved: give this tensor another name"
-    with pytest.raises(FileError, match=told):
+    message = (
+        r"\['scaled'\]\['dtype'\]: found 'qint8'; needed a dtype.* Nothing was saved: give this tensor another name"
+    )
+    with pytest.raises(FileError, match=message):
         write(tmp_path / "saved", {"scaled": scaled}, {})
     assert read(tmp_path / "saved", {"weight": torch.zeros(3)}) == {}
 
@@ -179,12 +181,12 @@ def piece(content: Any, name: str = UP) -> Any:
     return content["tensors"][name]["pieces"][0]
 
 
-def with_piece(**given: Any) -> Callable[[Any], None]:
-    return lambda content: piece(content).update(given)
+def with_piece(**values: Any) -> Callable[[Any], None]:
+    return lambda content: piece(content).update(values)
 
 
-def with_tensor(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["tensors"][UP].update(given)
+def with_tensor(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["tensors"][UP].update(values)
 
 
 def whole(*shape: int) -> Callable[[Any], None]:
@@ -196,8 +198,8 @@ def whole(*shape: int) -> Callable[[Any], None]:
 
 
 def halves(content: Any) -> None:
-    held = content["tensors"][UP]
-    held["pieces"] = [{**piece(content), "shape": [3, 4]}, {**piece(content), "shape": [3, 4], "offset": [3, 0]}]
+    entry = content["tensors"][UP]
+    entry["pieces"] = [{**piece(content), "shape": [3, 4]}, {**piece(content), "shape": [3, 4], "offset": [3, 0]}]
 
 
 def strangers(content: Any) -> None:
@@ -270,9 +272,9 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_a_forged_manifest_is_refused(name: str, saved: Saved) -> None:
     folder, (change, message) = saved[0], FORGED[name]
     forge(folder, change)
-    said = refused(saved)
+    refusal = refused(saved)
     parts = message.split(".*")
-    assert all(part in said for part in parts), said
+    assert all(part in refusal for part in parts), refusal
 
 
 JUNK: dict[str, Callable[[int], str]] = {
@@ -307,12 +309,12 @@ def test_junk_is_refused_soon_and_takes_no_memory_to_speak_of(name: str, file: s
 # ------------------------------------------------------------------ forged settings and manifests
 
 
-def setting(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["groups"][0]["settings"].update(given)
+def setting(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["groups"][0]["settings"].update(values)
 
 
-def parameter(**given: Any) -> Callable[[Any], None]:
-    return lambda content: content["parameters"]["up.weight"].update(given)
+def parameter(**values: Any) -> Callable[[Any], None]:
+    return lambda content: content["parameters"]["up.weight"].update(values)
 
 
 def nested(depth: int) -> Any:
@@ -347,8 +349,8 @@ def test_forged_settings_are_refused(name: str, saved: Saved) -> None:
     change(content)
     (folder / SETTINGS_FILE).write_text(json.dumps(content))
     forge(folder)
-    said = refused(saved)
-    assert message in said, said
+    refusal = refused(saved)
+    assert message in refusal, refusal
 
 
 @pytest.mark.parametrize(

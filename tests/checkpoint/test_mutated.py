@@ -44,8 +44,8 @@ def pool(workers: Callable[[int], Pool]) -> Pool:
 def tensors(factor: float) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = {
-        f"model.{name}": distribute_tensor(torch.arange(24.0).view(6, 4) * factor + factor * place, mesh, [Shard(0)])
-        for place, name in enumerate(("up", "down"))
+        f"model.{name}": distribute_tensor(torch.arange(24.0).view(6, 4) * factor + factor * number, mesh, [Shard(0)])
+        for number, name in enumerate(("up", "down"))
     }
     return {**weights, "model.bias": torch.full((5,), 3.0 * factor, dtype=torch.bfloat16)}
 
@@ -62,32 +62,32 @@ def outcomes(root: Path, name: str, numbers: range) -> list[tuple[int, str, str]
     """Of each mutation its number, what it was (on rank 0), and what this rank made of it."""
     names, manifest = FORMATS[name]
     outside, right, empty = root / "outside", tensors(1.0), tensors(0.0)
-    found = []
+    results = []
     for number in numbers:
-        folder, what = root / f"{number}", ""
+        folder, mutation = root / f"{number}", ""
         if dist.get_rank() == 0:
             shutil.copytree(root / "whole", folder)
-            what = mutate(folder, names, outside, number)
+            mutation = mutate(folder, names, outside, number)
             if manifest == "forged":
-                own = folder / MANIFEST_FILE
+                manifest_path = folder / MANIFEST_FILE
                 with contextlib.suppress(ValueError, TypeError):  # it is no longer JSON, or no object
-                    if own.is_file() and not own.is_symlink():
+                    if manifest_path.is_file() and not manifest_path.is_symlink():
                         forge(folder)
         dist.barrier()
-        held = {key: torch.zeros_like(tensor) for key, tensor in empty.items()}
+        read_tensors = {key: torch.zeros_like(tensor) for key, tensor in empty.items()}
         try:
-            settings = read(folder, held)
+            settings = read(folder, read_tensors)
         except FileError as error:
-            unchanged = all(not local(tensor).any() for tensor in held.values())
-            made = f"refused: {error}" if unchanged and "\n" not in str(error) else "refused, and changed"
+            unchanged = all(not local(tensor).any() for tensor in read_tensors.values())
+            outcome = f"refused: {error}" if unchanged and "\n" not in str(error) else "refused, and changed"
         else:
-            equal = all(torch.equal(local(held[key]), local(tensor)) for key, tensor in right.items())
-            made = ("equal" if equal else "other numbers") + ("" if settings == SETTINGS else ", other settings")
-        found.append((number, what, made))
+            equal = all(torch.equal(local(read_tensors[key]), local(tensor)) for key, tensor in right.items())
+            outcome = ("equal" if equal else "other numbers") + ("" if settings == SETTINGS else ", other settings")
+        results.append((number, mutation, outcome))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.soak)])
@@ -97,18 +97,20 @@ def test_a_mutated_checkpoint_is_refused_on_every_rank_or_harmless(
 ) -> None:
     pool.run(save, tmp_path / "whole")
     (tmp_path / "outside").mkdir()
-    each = pool.run(outcomes, tmp_path, name, range(count), timeout=1800.0)
+    by_rank = pool.run(outcomes, tmp_path, name, range(count), timeout=1800.0)
     allowed = {"equal"}
     if FORMATS[name][1] == "forged":  # a forger's numbers and settings load, in the names, shapes and dtypes asked for
         allowed |= {"equal, other settings"}
     if name in ("forged manifest", "forged folder"):
         allowed |= {"other numbers", "other numbers, other settings"}
-    made = Counter[str]()
-    for ranks in zip(*each, strict=True):
-        found = {one for _, _, one in ranks}  # of forged numbers a rank may hold none
-        assert found <= allowed or (len(found) == 1 and all(one.startswith("refused: ") for one in found)), ranks
-        made[max(found).split(":")[0]] += 1
+    counts = Counter[str]()
+    for ranks in zip(*by_rank, strict=True):
+        outcomes_of_ranks = {outcome for _, _, outcome in ranks}  # of forged numbers a rank may hold none
+        assert outcomes_of_ranks <= allowed or (
+            len(outcomes_of_ranks) == 1 and all(outcome.startswith("refused: ") for outcome in outcomes_of_ranks)
+        ), ranks
+        counts[max(outcomes_of_ranks).split(":")[0]] += 1
     # Metadata must be there and are not read; data that a forger changed load.
-    assert made["refused"] >= count // {"metadata alone": 10, "forged folder": 3}.get(name, 2)
+    assert counts["refused"] >= count // {"metadata alone": 10, "forged folder": 3}.get(name, 2)
     assert not (tmp_path / "outside" / "mark").exists(), "something ran"
-    print(f"{name}: {count} mutations of seeds 0 to {count - 1}: {dict(made)}")
+    print(f"{name}: {count} mutations of seeds 0 to {count - 1}: {dict(counts)}")

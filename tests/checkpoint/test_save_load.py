@@ -186,9 +186,9 @@ def wrong_kinds() -> list[str]:
     problem.advance(other_model, other_optimizer, 0, 1)
     for source in (whole_optimizer, other_optimizer):
         _, optimizer = build("shard0")
-        with pytest.raises(mm.StateError) as found:
+        with pytest.raises(mm.StateError) as caught:
             optimizer.load_state_dict(source.state_dict())
-        messages.append(str(found.value))
+        messages.append(str(caught.value))
         assert not optimizer.state
     return messages
 
@@ -208,15 +208,15 @@ def placed_otherwise() -> str:
         optimizers.append(mm.Muon([weight]))
         weight.grad = torch.ones_like(weight)
         optimizers[-1].step()
-    with pytest.raises(mm.StateError) as found:
+    with pytest.raises(mm.StateError) as caught:
         optimizers[1].load_state_dict(optimizers[0].state_dict())
-    return str(found.value)
+    return str(caught.value)
 
 
 def test_state_with_other_placements_is_refused_by_load_state_dict(workers) -> None:
-    for said in workers(2).run(placed_otherwise):
-        assert "placed (Shard(dim=0), Replicate()), (3, 4) here; needed a DTensor" in said
-        assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in said
+    for message in workers(2).run(placed_otherwise):
+        assert "placed (Shard(dim=0), Replicate()), (3, 4) here; needed a DTensor" in message
+        assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in message
 
 
 class Late(dcp.FileSystemWriter):
@@ -224,10 +224,10 @@ class Late(dcp.FileSystemWriter):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.now = threading.Event()
+        self.released = threading.Event()
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        self.now.wait()
+        self.released.wait()
         return super().write_data(*args, **kwargs)
 
 
@@ -240,7 +240,7 @@ def save_while_training(layout: str, path: str) -> None:
     saving: Any = dcp.async_save(state, storage_writer=writer, process_group=apart)
     problem.advance(model, optimizer, 2, 4)
     assert not saving.done()
-    writer.now.set()
+    writer.released.set()
     saving.result()
 
 
@@ -256,13 +256,13 @@ def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: P
 
 
 def flat_by_torch() -> str:
-    held = layouts.flat(problem.PARAMETERS, problem.initial())
-    optimizer = mm.Muon(held.groups, **held.settings, **problem.SETTINGS)
-    held.give(problem.gradients(0))
+    layout = layouts.flat(problem.PARAMETERS, problem.initial())
+    optimizer = mm.Muon(layout.groups, **layout.settings, **problem.SETTINGS)
+    layout.give(problem.gradients(0))
     optimizer.step()
     assert optimizer.state_dict()["state"]  # as this rank stores it, for a file of its own
     model = nn.Module()
-    for name, tensor in held.tensors.items():
+    for name, tensor in layout.tensors.items():
         model.register_parameter(name, tensor)  # type: ignore[arg-type]
     try:
         get_optimizer_state_dict(model, optimizer)
@@ -278,14 +278,14 @@ def test_torchs_functions_refuse_flat_shards_of_which_they_would_keep_one_ranks(
 
 def declared_by_torch(path: str) -> list[str]:
     """The state of declared shards is made of DTensors, so torch's functions keep all of it."""
-    found = []
+    differing = []
     for seed in (0, 7):
-        held = layouts.declared(problem.PARAMETERS, problem.initial(seed), mesh_of((2,)), lambda _, shape: [Shard(0)])
-        optimizer = mm.Muon(held.groups, **held.settings, **problem.SETTINGS)
+        layout = layouts.declared(problem.PARAMETERS, problem.initial(seed), mesh_of((2,)), lambda _, shape: [Shard(0)])
+        optimizer = mm.Muon(layout.groups, **layout.settings, **problem.SETTINGS)
         model = nn.Module()
-        for name, tensor in held.tensors.items():
+        for name, tensor in layout.tensors.items():
             model.register_parameter(name, tensor)  # type: ignore[arg-type]
-        held.give(problem.gradients(seed))
+        layout.give(problem.gradients(seed))
         optimizer.step()
         state = get_optimizer_state_dict(model, optimizer)
         if seed:
@@ -293,8 +293,8 @@ def declared_by_torch(path: str) -> list[str]:
             set_optimizer_state_dict(model, optimizer, state)
         else:
             dcp.save(state, checkpoint_id=path)
-        found.append({name: value for name, value in held.whole(optimizer).items() if "." in name})
-    return problem.differing(*found)
+        differing.append({name: value for name, value in layout.whole(optimizer).items() if "." in name})
+    return problem.differing(*differing)
 
 
 def test_torchs_functions_keep_the_state_of_declared_shards(workers, tmp_path: Path) -> None:

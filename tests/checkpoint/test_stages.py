@@ -58,12 +58,12 @@ def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None
     optimizer.zero_grad()
 
 
-def everything(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     """Weights, state and buffers, whole; the ranks of a stage call it together, and no others."""
-    found: dict[str, Tensor] = dict(model.named_buffers())
+    tensors: dict[str, Tensor] = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
-        found |= {name: parameter, **{f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}}
-    return {name: problem.whole(value) for name, value in found.items()}
+        tensors |= {name: parameter, **{f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}}
+    return {name: problem.whole(value) for name, value in tensors.items()}
 
 
 def save(stages: int, path: str, how: str) -> None:
@@ -92,7 +92,7 @@ def load(stages: int, path: str, how: str) -> dict[str, Tensor]:
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
     advance(model, optimizer, 2, 4)
-    return everything(model, optimizer)
+    return snapshot(model, optimizer)
 
 
 @pytest.mark.parametrize("how", ["ours", "torch's"])
@@ -101,17 +101,17 @@ def test_stages_go_to_one_process_and_back(workers, tmp_path: Path, ranks: int, 
     """On 2 ranks a stage is whole on each; on 4, FSDP2 cuts each in two."""
     model, optimizer = build(1)
     advance(model, optimizer, 0, 4)
-    expected = everything(model, optimizer)
+    expected = snapshot(model, optimizer)
 
     workers(ranks).run(save, 2, str(tmp_path / "stages"), how)
     assert problem.differing(load(1, str(tmp_path / "stages"), how), expected) == []
 
     save(1, str(tmp_path / "one"), how)
     for path in ("one", "stages"):
-        found = workers(ranks).run(load, 2, str(tmp_path / path), how)
-        assert {name for some in found for name in some} == expected.keys()
-        for some in found:
-            assert problem.differing(some, {name: expected[name] for name in some}) == []
+        by_rank = workers(ranks).run(load, 2, str(tmp_path / path), how)
+        assert {name for rank_tensors in by_rank for name in rank_tensors} == expected.keys()
+        for rank_tensors in by_rank:
+            assert problem.differing(rank_tensors, {name: expected[name] for name in rank_tensors}) == []
 
 
 def save_the_first(path: str) -> None:
@@ -126,11 +126,11 @@ def save_the_first(path: str) -> None:
 
 def lacks_a_stage(path: str) -> tuple[str, list[str]]:
     model, optimizer = build(2, seed=7)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     try:
         mm.checkpoint.load(path, model, optimizer)
     except mm.StateError as error:
-        return str(error), problem.differing(everything(model, optimizer), before)
+        return str(error), problem.differing(snapshot(model, optimizer), before)
     return "", []
 
 

@@ -47,7 +47,7 @@ def torn(path: str) -> list[str]:
 
     fill = record.fill
     record.fill = refuse if dist.get_rank() == 1 else fill  # type: ignore[assignment]
-    said = []
+    messages = []
     for call in (
         lambda: mm.checkpoint.load(path, model, optimizer),
         lambda: mm.checkpoint.save(path, model, optimizer),
@@ -56,13 +56,13 @@ def torn(path: str) -> list[str]:
     ):
         try:
             call()
-            said.append("")
+            messages.append("")
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
     record.fill = fill
     mm.checkpoint.load(path, model, optimizer)
     step(model, optimizer)
-    return said
+    return messages
 
 
 def test_a_load_that_one_rank_cannot_finish_is_told_on_all_and_marks_all(workers: Any, tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_load_that_one_rank_cannot_finish_is_told_on_all_and_marks_all(workers
     first, second = pool.run(torn, str(tmp_path / "saved"))
     assert second[0] == "MemoryError: no room for a copy"
     assert first[0] == "StateError: rank 1: MemoryError: no room for a copy"
-    for said in (first, second):
-        for each in said[1:]:
-            assert "a load of a checkpoint that was interrupted while it wrote" in each
+    for messages in (first, second):
+        for message in messages[1:]:
+            assert "a load of a checkpoint that was interrupted while it wrote" in message
 
 
 def without_memory(path: str) -> str:
@@ -94,8 +94,8 @@ def without_memory(path: str) -> str:
 
 
 def test_a_save_for_which_one_rank_has_no_memory_is_told_on_all(workers: Any, tmp_path: Path) -> None:
-    said = workers(2).run(without_memory, str(tmp_path / "saved"))
-    assert said == ["rank 1: MemoryError: no room for a copy", "no room for a copy"]
+    messages = workers(2).run(without_memory, str(tmp_path / "saved"))
+    assert messages == ["rank 1: MemoryError: no room for a copy", "no room for a copy"]
     assert not list(tmp_path.iterdir())
 
 
@@ -121,20 +121,20 @@ def with_another_optimizer(path: str) -> list[str]:
     """What this rank is told where rank 1 gives an optimizer that cannot be saved, and loaded."""
     model, optimizer = stepped()
     mm.checkpoint.save(path, model, optimizer)
-    given: Any = torch.optim.SGD(model.parameters()) if dist.get_rank() == 1 else optimizer
-    said = []
+    saved_optimizer: Any = torch.optim.SGD(model.parameters()) if dist.get_rank() == 1 else optimizer
+    messages = []
     for call in (mm.checkpoint.save, mm.checkpoint.load):
-        with pytest.raises((mm.StateError, TypeError)) as told:
-            call(path, model, given)
-        said.append(str(told.value))
+        with pytest.raises((mm.StateError, TypeError)) as caught:
+            call(path, model, saved_optimizer)
+        messages.append(str(caught.value))
     mm.checkpoint.load(path, model, optimizer)
-    return said
+    return messages
 
 
 def test_an_optimizer_that_is_wrong_on_one_rank_is_told_on_all(workers: Any, tmp_path: Path) -> None:
     first, second = workers(2).run(with_another_optimizer, str(tmp_path / "saved"))
-    assert all("SGD" in said for said in second)
-    assert first == [f"rank 1: {said}" for said in second]
+    assert all("SGD" in message for message in second)
+    assert first == [f"rank 1: {message}" for message in second]
 
 
 def test_what_another_user_may_read_is_not_called_damaged() -> None:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 def planned(case: Case) -> Plan:
     parameters = []
-    for placed in case.held:
+    for placed in case.buffers:
         for shape, spec, target, source in zip(
             placed.shapes, placed.specs, placed.targets, placed.sources, strict=True
         ):
@@ -122,8 +122,8 @@ def move(plan: Plan, bucket: int, *, gather: bool, memory: Memory, matrices: dic
 def check(case: Case) -> None:
     """Gather, compute and scatter by the plan, and compare what every rank then stores with plain slicing."""
     plan = planned(case)
-    shapes = [shape for placed in case.held for shape in placed.shapes]
-    specs = [spec for placed in case.held for spec in placed.specs]
+    shapes = [shape for placed in case.buffers for shape in placed.shapes]
+    specs = [spec for placed in case.buffers for spec in placed.specs]
     momenta, first = [], 1
     for shape in shapes:  # no two elements alike, none zero
         momenta.append(torch.arange(first, first + torch.Size(shape).numel()).reshape(shape))
@@ -140,8 +140,8 @@ def check(case: Case) -> None:
         loads[assignment.owner] += assignment.flops
     assert plan.loads == loads
 
-    targets = [placed.targets for placed in case.held]
-    source, target = Memory([placed.sources for placed in case.held], momenta), Memory(targets, weights)
+    targets = [placed.targets for placed in case.buffers]
+    source, target = Memory([placed.sources for placed in case.buffers], momenta), Memory(targets, weights)
     for bucket, numbers in enumerate(plan.buckets):
         matrices = {n: torch.zeros(plan.assignments[n].matrix.shape, dtype=torch.int64) for n in numbers}
         move(plan, bucket, gather=True, memory=source, matrices=matrices)
@@ -149,13 +149,13 @@ def check(case: Case) -> None:
             assert torch.equal(matrix, canonical(expected[number]))
             matrices[number] = stand_in(matrix, *expected[number].shape)
         move(plan, bucket, gather=False, memory=target, matrices=matrices)
-    assert source == Memory([placed.sources for placed in case.held], momenta)
+    assert source == Memory([placed.sources for placed in case.buffers], momenta)
     assert target == Memory(targets, [w + u for w, u in zip(weights, updates, strict=True)])
 
 
 def kinds(case: Case) -> Iterator[str]:
     yield "all"
-    for placed in case.held:
+    for placed in case.buffers:
         for shape, spec, target, source in zip(
             placed.shapes, placed.specs, placed.targets, placed.sources, strict=True
         ):

@@ -172,7 +172,7 @@ def train_with_own_gradients(family: str, layout: str, *, missing: bool = False)
     placed, record = models.hold(family, layout), Record()
     optimizer = optimizer_of(placed.model, placed.process_group)
     for step in range(STEPS):
-        models.backward(placed.model, placed.own(models.tokens(step, 4, 12)))
+        models.backward(placed.model, placed.own_part(models.tokens(step, 4, 12)))
         before: dict[str, tuple[Tensor | None, Any, Tensor]] = {}
         parameters, gradients = {}, {}
         for name, p in placed.model.named_parameters():

@@ -117,7 +117,7 @@ def dry_run(
         RuntimeError: torch.distributed is initialized already.
         ValueError: ``mesh`` has another number of ranks than ``world``.
     """
-    run = step or (lambda some: some.step())
+    run = step or (lambda optimizer_of_step: optimizer_of_step.step())
     dims = dict(mesh or {})
     size = math.prod(dims.values())
     if mesh is not None and size != world:
@@ -129,32 +129,34 @@ def dry_run(
         fake = FakeTensorMode()
         copied = _on_device(model, fake, device_mesh, placements)
         with fake:
-            made = optimizer(copied)
-        if isinstance(made, Muon):
-            planned = connect(made.param_groups, made._runtime)  # compares plans: real tensors on the CPU
+            optimizer_of_copy = optimizer(copied)
+        if isinstance(optimizer_of_copy, Muon):
+            planned = connect(
+                optimizer_of_copy.param_groups, optimizer_of_copy._runtime
+            )  # compares plans: real tensors on the CPU
             planned.group_names(
-                [group["name"] for group in made.param_groups], planned.exchange.group
+                [group["name"] for group in optimizer_of_copy.param_groups], planned.exchange.group
             )  # likewise, once
-        parameters = [p for group in made.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer_of_copy.param_groups for p in group["params"]]
         with fake:
             for _ in range(steps):
                 with Launches():
-                    run(made)
+                    run(optimizer_of_copy)
             count = Launches()
-            beside = [*parameters, *(p.grad for p in parameters), *_tensors(made.state)]
+            beside = [*parameters, *(p.grad for p in parameters), *_tensors(optimizer_of_copy.state)]
             before = [local_of(t) for t in beside if isinstance(t, Tensor)]
             count.knows(before)
             with count:
-                run(made)
-            kept = count.live_bytes
-        state = [local_of(tensor) for tensor in _tensors(made.state)]
+                run(optimizer_of_copy)
+            live_bytes = count.live_bytes
+        state = [local_of(tensor) for tensor in _tensors(optimizer_of_copy.state)]
     counted = {field.name: getattr(count, field.name) for field in fields(DryRun) if hasattr(count, field.name)}
     return DryRun(
         **counted,
-        matrices=len(parameters) if isinstance(made, Muon) else 0,
-        bytes_sent=made.counts.bytes_sent if isinstance(made, Muon) else 0,
+        matrices=len(parameters) if isinstance(optimizer_of_copy, Muon) else 0,
+        bytes_sent=optimizer_of_copy.counts.bytes_sent if isinstance(optimizer_of_copy, Muon) else 0,
         elements=sum(local_of(p).numel() for p in parameters),
-        kept_bytes=kept,
+        kept_bytes=live_bytes,
         state_bytes=sum(local.numel() * local.element_size() for local in state if local.is_cuda),
         rates=rates or DeviceRates(),
     )
@@ -185,13 +187,13 @@ def _ranks(world: int, rank: int) -> Iterator[None]:
 
 def _on_device(model: nn.Module, fake: FakeTensorMode, mesh: DeviceMesh | None, placements: Placer | None) -> nn.Module:
     """Return a copy of a model whose parameters are fake tensors on the device, each with a gradient."""
-    made: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         make: Callable[..., Tensor] = partial(torch.empty, device="cuda:0")
         if mesh is not None and placements is not None:
             make = partial(empty, device_mesh=mesh, placements=tuple(placements(name, parameter)))
         with fake:
             weight, gradient = (make(parameter.shape, dtype=parameter.dtype) for _ in range(2))
-            made[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
-            made[id(parameter)].grad = gradient if parameter.requires_grad else None
-    return copy.deepcopy(model, made)  # it uses these parameters as if it had copied them
+            copies[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+            copies[id(parameter)].grad = gradient if parameter.requires_grad else None
+    return copy.deepcopy(model, copies)  # it uses these parameters as if it had copied them

@@ -64,25 +64,25 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and count it."""
         kwargs = kwargs or {}
         space, name = func.namespace, func._schema.name.split("::")[1]
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name == "_local_scalar_dense":
-            return self._number(given[0])
-        if any(t.is_cuda for t in given) and waits(func, args):
+            return self._number(inputs[0])
+        if any(t.is_cuda for t in inputs) and waits(func, args):
             raise HostSync(f"{func} of a tensor on the device")
-        found = func(*args, **kwargs)
-        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
-        self._look_at_copy(name, args, kwargs, given, made)
-        for tensor in made:
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._look_at_copy(name, args, kwargs, inputs, outputs)
+        for tensor in outputs:
             self._account(tensor)
         launches_nothing = func.is_view or _NOTHING.fullmatch(name) is not None
-        if launches_nothing or not any(t.is_cuda for t in given + made):
+        if launches_nothing or not any(t.is_cuda for t in inputs + outputs):
             self.views += launches_nothing
-            return found
+            return result
         if space in _COLLECTIVES:
             self.collectives += 1
             splits = [value for value in args if isinstance(value, list) and value and isinstance(value[0], int)]
             self.messages += max((sum(map(bool, sizes)) for sizes in splits), default=0)
-            return found
+            return result
         self.operations += 1
         count = _launches(name, args, kwargs)
         self.launches += count
@@ -95,13 +95,13 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             grams, steps = rows * rows * cols, len(args[2]) // 3  # no triangles here, and one X Xᵀ more
             self._multiplied(2 * matrices * (steps * (2 * grams + rows**3) + grams), args[1], by_triton=True)
         elif name in _PRODUCTS:
-            left, right = [value for value in args if isinstance(value, Tensor)][-2:]
-            self._multiplied(2 * left.numel() * right.shape[-1], made[0], by_triton=False)
+            first, right = [value for value in args if isinstance(value, Tensor)][-2:]
+            self._multiplied(2 * first.numel() * right.shape[-1], outputs[0], by_triton=False)
             adds = name in ("addmm", "baddbmm") and kwargs.get("beta", 1) != 0
             self.launches += adds and kwargs.get("out") is not args[0]  # a copy of the summand: cuBLAS adds in place
         else:
-            self.elementwise_bytes += sum(_bytes(func, args, kwargs, made))
-        return found
+            self.elementwise_bytes += sum(_bytes(func, args, kwargs, outputs))
+        return result
 
     def _multiplied(self, flops: int, out: Tensor, *, by_triton: bool) -> None:
         self.flops += flops
@@ -116,12 +116,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1.0 if tensor.is_floating_point() else 0
 
     def _look_at_copy(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Tensor], made: list[Tensor]
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         """Raise a HostSync for a copy between CPU and device for which the CPU would wait."""
         if name not in ("_to_copy", "copy_"):
             return
-        source, target = (args[1], args[0]) if name == "copy_" else (given[0], made[0])
+        source, target = (args[1], args[0]) if name == "copy_" else (inputs[0], outputs[0])
         if not isinstance(source, Tensor) or source.is_cuda == target.is_cuda:
             return
         waits_not = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
@@ -143,9 +143,9 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._released, key)
 
-    def _gone(self, key: int) -> None:
+    def _released(self, key: int) -> None:
         self.live_bytes -= self._storages.pop(key, 0)
 
     def knows(self, tensors: Sequence[Tensor]) -> None:
@@ -184,13 +184,13 @@ def _multi_tensor(lists: Sequence[Sequence[Tensor]]) -> int:
     launches = tensors = blocks = 0
     at_most = _TENSORS[min(len(lists), len(_TENSORS)) - 1]
     for tensor in first:
-        left = math.ceil(tensor.numel() / _CHUNK)
+        chunks = math.ceil(tensor.numel() / _CHUNK)
         tensors += 1
-        while left:
-            taken = min(left, _BLOCKS - blocks)
-            left, blocks = left - taken, blocks + taken
+        while chunks:
+            launched = min(chunks, _BLOCKS - blocks)
+            chunks, blocks = chunks - launched, blocks + launched
             if blocks == _BLOCKS:
-                launches, tensors, blocks = launches + 1, 1 if left else 0, 0
+                launches, tensors, blocks = launches + 1, 1 if chunks else 0, 0
         if tensors == at_most:
             launches, tensors, blocks = launches + 1, 0, 0
     return launches + (blocks > 0)
@@ -198,8 +198,8 @@ def _multi_tensor(lists: Sequence[Sequence[Tensor]]) -> int:
 
 def _size(tensor: Tensor) -> int:
     """Return the bytes of a tensor's own elements."""
-    own = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return own * tensor.element_size()
+    count = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return count * tensor.element_size()
 
 
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
@@ -209,7 +209,7 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
         yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Iterator[int]:
+def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> Iterator[int]:
     """Yield the bytes that an operation reads and writes of each tensor on the device.
 
     The work of two operators depends on the elements: `rescale` does not change matrices that are neither tiny nor
@@ -230,13 +230,13 @@ def _bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequ
     name, written = func._schema.name.split("::")[1], set()
     for argument, value, writes in arguments(func, args, kwargs):
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_cuda]
-        known = argument.name in _OURS or _OVERWRITES.fullmatch(name) is not None
-        overwrites = writes and (argument.is_out or known)
+        is_overwritten = argument.name in _OURS or _OVERWRITES.fullmatch(name) is not None
+        overwrites = writes and (argument.is_out or is_overwritten)
         for tensor in tensors:
             if writes:
                 written.add(id(tensor))
             yield _size(tensor) * (writes + (not overwrites))
-    for tensor in made:
+    for tensor in outputs:
         if tensor.is_cuda and id(tensor) not in written:
             yield _size(tensor)
 

@@ -85,8 +85,8 @@ class Devices:
 
     def index(self, device: Any = None) -> int:
         """Return the number of a device; default: the current device."""
-        found = device if device is None or isinstance(device, int) else torch.device(device).index
-        return self.current if found is None else found
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self.current if index is None else index
 
     def current_stream(self, device: Any = None) -> Any:
         """Stands for `torch.cuda.current_stream`."""
@@ -141,7 +141,7 @@ def devices() -> Devices:
 
 
 @contextmanager
-def pretended_cuda(own: Devices | None = None) -> Iterator[Devices]:
+def pretended_cuda(used: Devices | None = None) -> Iterator[Devices]:
     """Allow fake tensors on CUDA devices, even if this torch was built without CUDA.
 
     This changes global state of the process, so nothing else may use torch meanwhile. The state is restored afterwards.
@@ -149,34 +149,34 @@ def pretended_cuda(own: Devices | None = None) -> Iterator[Devices]:
     Args:
         own: The devices, with their streams and events.
     """
-    own = own or Devices()
+    used = used or Devices()
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
     guards = cast(Any, (ctypes.c_void_p * _KINDS).in_dll(library, _GUARDS))
     stands = {
-        "Event": own.event_type,
-        "Stream": own.stream_type,
-        "CUDAGraph": own.graph_type,
+        "Event": used.event_type,
+        "Stream": used.stream_type,
+        "CUDAGraph": used.graph_type,
         "graph_pool_handle": object,
-        "is_current_stream_capturing": own.is_capturing,
+        "is_current_stream_capturing": used.is_capturing,
         "memory_reserved": lambda device=None: 0,
         "empty_cache": lambda: None,
-        "stream": own.using,
+        "stream": used.using,
         "device": Current,
-        "current_stream": own.current_stream,
-        "current_device": own.index,
-        "set_device": own.set_device,
-        "synchronize": own.synchronize,
+        "current_stream": used.current_stream,
+        "current_device": used.index,
+        "set_device": used.set_device,
+        "synchronize": used.synchronize,
     }
     with ExitStack() as stack:
         stack.callback(guards.__setitem__, _CUDA, guards[_CUDA])
         guards[_CUDA] = guards[_META]
         workspaces = torch._C, "_cuda_clearCublasWorkspaces", lambda: None
-        for owner, name, other in (*((torch.cuda, *each) for each in stands.items()), workspaces):
+        for owner, name, other in (*((torch.cuda, *replacement) for replacement in stands.items()), workspaces):
             back = (setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)
             stack.callback(*back)
             setattr(owner, name, other)
         threads.forget()  # streams of other devices
         stack.callback(threads.forget)
-        _active.append(own)
+        _active.append(used)
         stack.callback(_active.pop)
-        yield own
+        yield used

@@ -48,9 +48,9 @@ def sites(package: Path = ROOT / "src" / "muonmesh") -> Iterator[Site]:
             continue
         source = path.read_text()
         for node in ast.walk(ast.parse(source)):
-            for found, instead in _removed(node):
+            for removed, instead in _removed(node):
                 yield Site(
-                    name, found.lineno, ast.get_source_segment(source, found) or "", _cut(source, found, instead)
+                    name, removed.lineno, ast.get_source_segment(source, removed) or "", _cut(source, removed, instead)
                 )
 
 
@@ -80,7 +80,7 @@ def _cut(source: str, node: ast.expr | ast.keyword, instead: str) -> str:
     return before + instead + lines[node.end_lineno - 1][node.end_col_offset :] + "".join(lines[node.end_lineno :])
 
 
-def said(site: Site | None) -> list[str]:
+def complaints_of(site: Site | None) -> list[str]:
     """Step without it in a process of its own, and return what the simulated device says."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "muonmesh"
@@ -89,13 +89,13 @@ def said(site: Site | None) -> list[str]:
             (package / site.file).write_text(site.without)
         path = os.pathsep.join([folder, str(ROOT)])
         command = [sys.executable, "-W", "ignore", "-m", "tests.device.removals", "step"]
-        done = subprocess.run(
+        ran = subprocess.run(
             command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=folder
         )
-        if done.returncode:
-            return [done.stderr.strip().splitlines()[-1].partition(":")[0]]
-        found: list[str] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        if ran.returncode:
+            return [ran.stderr.strip().splitlines()[-1].partition(":")[0]]
+        complaints: list[str] = json.loads(ran.stdout.splitlines()[-1])
+        return complaints
 
 
 def said_of_this_package() -> list[str]:
@@ -103,22 +103,22 @@ def said_of_this_package() -> list[str]:
     from tests.device.stepping import CASES as CASE
     from tests.device.stepping import differing, simulated
 
-    found = list[str]()
+    complaints = list[str]()
     for name in CASES:
         for seed in range(2):
             ran = simulated(CASE[name], seed)
-            found += [f"race on {race.kind}" for race in ran.races]
-            found += ["the host waits" for _ in ran.waits]
-            found += [f"the host waits in the first step | {line}" for line in ran.waited_at_first]
-            found += ["other numbers" for _ in differing(CASE[name], ran)]
-    return sorted(set(found))
+            complaints += [f"race on {race.kind}" for race in ran.races]
+            complaints += ["the host waits" for _ in ran.waits]
+            complaints += [f"the host waits in the first step | {line}" for line in ran.waited_at_first]
+            complaints += ["other numbers" for _ in differing(CASE[name], ran)]
+    return sorted(set(complaints))
 
 
 def objections() -> Iterator[tuple[Site, list[str]]]:
     """Take each out, and yield what the simulated device says that it does not say of the package as it is."""
-    usual = set(said(None))
+    usual = set(complaints_of(None))
     for site in sites():
-        yield site, sorted({line.partition(" | ")[0] for line in set(said(site)) - usual})
+        yield site, sorted({line.partition(" | ")[0] for line in set(complaints_of(site)) - usual})
 
 
 def table() -> Iterator[str]:

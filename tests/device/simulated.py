@@ -77,7 +77,7 @@ class _Part(NamedTuple):
         elements = torch.arange(self.extent()[1] // wide, dtype=torch.int64, device="cpu").as_strided(
             self.size, self.stride, self.offset
         )
-        return {place * wide + byte for place in elements.flatten().tolist() for byte in range(wide)}
+        return {index * wide + byte for index in elements.flatten().tolist() for byte in range(wide)}
 
     def overlaps(self, other: _Part) -> bool:
         (a, b), (c, d) = self.extent(), other.extent()
@@ -89,7 +89,7 @@ class _Access(NamedTuple):
     stream: Stream
     clock: int
     part: _Part
-    where: str
+    line: str
     life: int
 
 
@@ -178,8 +178,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind is None:
                 self._timeline.synchronize()
         if kind is None and self._raises and self.races:
-            found = "\n".join(f"{race.kind}:\n  {race.first}\n  {race.second}" for race in self.races)
-            raise RaceError(f"{len(self.races)} races on the simulated device. {found}")
+            races = "\n".join(f"{race.kind}:\n  {race.first}\n  {race.second}" for race in self.races)
+            raise RaceError(f"{len(self.races)} races on the simulated device. {races}")
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -203,10 +203,14 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
-            block = self._taken(tensor) if isinstance(tensor, FakeTensor) else _Allocation("pageable memory", storage)
+            block = (
+                self._allocation_of(tensor)
+                if isinstance(tensor, FakeTensor)
+                else _Allocation("pageable memory", storage)
+            )
         return _Part(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
-    def _taken(self, tensor: Tensor) -> _Allocation:
+    def _allocation_of(self, tensor: Tensor) -> _Allocation:
         """Give memory to a new fake tensor: memory that its stream has freed, or else new memory."""
         storage = tensor.untyped_storage()
         stream, size = self._timeline.current_stream(tensor.device), storage.nbytes()
@@ -248,61 +252,63 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ races
 
-    def _touch(self, stream: Stream | None, part: _Part, writes: bool, where: str) -> None:
+    def _touch(self, stream: Stream | None, part: _Part, writes: bool, line: str) -> None:
         """Record an access by a stream, or by the CPU (None), and the accesses with which it races."""
         clocks, name = (self._timeline.host, "the host") if stream is None else (stream.clocks, stream.name)
-        block, kept = part.block, list[_Access]()
+        block, remaining = part.block, list[_Access]()
         for old in block.accesses:
             ordered = clocks[old.stream] >= old.clock
             if not ordered and (writes or old.writes) and part.overlaps(old.part):
                 does = [("reads", "writes")[old.writes], ("reads", "writes")[writes]]
                 life = "" if old.life == block.life else ", which was freed in between"
                 kind = f"{block.kind}{life}: one {does[0]}, the other {does[1]}"
-                self.races[Race(kind, f"{old.where}, on {old.stream.name}", f"{where}, on {name}")] += 1
+                self.races[Race(kind, f"{old.line}, on {old.stream.name}", f"{line}, on {name}")] += 1
             replaced = ordered and (writes or not old.writes) and part[1:] == old.part[1:]
             if not replaced:
-                kept.append(old)
+                remaining.append(old)
         if stream is not None:  # an access of the CPU is over before it issues anything else
-            kept.append(_Access(writes, stream, clocks[stream], part, where, block.life))
-        block.accesses = kept
+            remaining.append(_Access(writes, stream, clocks[stream], part, line, block.life))
+        block.accesses = remaining
 
-    def _queue(self, stream: Stream, run: Callable[[], Any], where: str, reads: Any, writes: Any) -> Operation:
+    def _queue(self, stream: Stream, run: Callable[[], Any], line: str, reads: Any, writes: Any) -> Operation:
         """Issue an operation on a stream: record its accesses now, and run it later."""
         if stream.capturing is not None:
             lives = [(part, part.block.life) for part in (*reads, *writes) if part.block.pool is None]
 
             def again(on: Stream) -> None:
                 if any(part.block.life != life or part.block in self._free for part, life in lives):
-                    race = Race("device memory of a graph, which was freed", where, f"{_where('replay')}, on {on.name}")
+                    race = Race(
+                        "device memory of a graph, which was freed", line, f"{_call_site('replay')}, on {on.name}"
+                    )
                     self.races[race] += 1
-                self._queue(on, run, where, reads, writes)
+                self._queue(on, run, line, reads, writes)
 
             stream.capturing.issued.append(again)
             return Operation()
         stream.clocks |= self._timeline.host  # operations that are over for the CPU come before it
         stream.clocks[stream] += 1
         for part in reads:
-            self._touch(stream, part, False, where)
+            self._touch(stream, part, False, line)
         for part in writes:
-            self._touch(stream, part, True, where)
+            self._touch(stream, part, True, line)
         operation = Operation(run)
         self._timeline.push(stream, operation)
         return operation
 
-    def _reading(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, FakeTensor):
-                return own(self._read(tensor), *args, **kwargs)
+                return original(self._read(tensor), *args, **kwargs)
             if tensor.device.type == "cpu" and self._is_pinned(tensor):
-                self._touch(None, self._part(tensor), False, _where(own.__name__))
-            return own(tensor, *args, **kwargs)
+                self._touch(None, self._part(tensor), False, _call_site(original.__name__))
+            return original(tensor, *args, **kwargs)
 
         return read
 
     def _read(self, tensor: Tensor) -> Tensor:
         """Make the CPU wait for a tensor of a device, and return its values."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._cross(tensor, host, late=False, name="a read by the host")
+        self._cross(tensor, host, non_blocking=False, name="a read by the host")
         return host
 
     # ------------------------------------------------------------------ operations
@@ -315,37 +321,37 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a DTensor calls again with its local tensors
         kwargs = dict(kwargs or {})
         name = func._schema.name.split("::")[1]
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        there = [t for t in given if isinstance(t, FakeTensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_device = [t for t in tensors if isinstance(t, FakeTensor)]
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        if fakes or any(t.fake_mode is not self._fake for t in there):
+        if fakes or any(t.fake_mode is not self._fake for t in on_device):
             return func(*args, **kwargs)  # DTensor works out shapes on fake tensors of its own
         if func.namespace == "c10d":
             group = _group_of(args)
-            if there:
+            if on_device:
                 return self._collective(func, name, args, kwargs, group)
             if (before := self._of_groups.get(group)) and before.queue:
                 # NCCL has an order of its own. Here gloo serves both, and all ranks must meet in one order.
                 self._timeline.run_until(before.queue[-1])
         device = kwargs.get("device")
-        wanted = None if device is None else torch.device(device).type
-        if not there and wanted != "cuda":
+        device_type = None if device is None else torch.device(device).type
+        if not on_device and device_type != "cuda":
             return self._on_host(func, name, args, kwargs)
         if name in ("copy_", "_to_copy"):
-            crossed = self._copied(name, args, kwargs, wanted)
+            crossed = self._copied(name, args, kwargs, device_type)
             if crossed is not None:
                 return crossed
-        elif wanted == "cpu":  # empty_like(a tensor there, device="cpu")
+        elif device_type == "cpu":  # empty_like(a tensor there, device="cpu")
             like = tree_map_only(FakeTensor, _like, args)
             return self._on_host(func, name, like, kwargs)
         if name == "_local_scalar_dense":
-            return self._read(given[0]).item()
+            return self._read(tensors[0]).item()
         if name == "is_pinned":
             return False
         if waits(func, args):  # its shape is a number of the device's
             real = func(*tree_map_only(FakeTensor, self._read, args), **kwargs)
             with self._again():
-                return tree_map_only(Tensor, lambda x: x.to(there[0].device), real)
+                return tree_map_only(Tensor, lambda x: x.to(on_device[0].device), real)
         return self._issue(func, name, args, kwargs)
 
     @contextmanager
@@ -361,34 +367,34 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs.pop("pin_memory", None)
         with self._fake:
             shapes = tree_map_only(Tensor, lambda t: t if isinstance(t, FakeTensor) else _like(t), (args, kwargs))
-            found = func(*shapes[0], **shapes[1])
-        known = set(self._blocks)
-        made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
-        fresh = [(i, self._part(t)) for i, t in enumerate(made) if t.untyped_storage()._cdata not in known]
+            result = func(*shapes[0], **shapes[1])
+        blocks_before = set(self._blocks)
+        outputs = [t for t in tree_leaves(result) if isinstance(t, FakeTensor)]
+        fresh = [(i, self._part(t)) for i, t in enumerate(outputs) if t.untyped_storage()._cdata not in blocks_before]
         reads, writes = self._uses(func, args, kwargs)
         if not (fresh or writes) or name.startswith(("empty", "new_empty")):
-            return found  # a view, or memory
+            return result  # a view, or memory
         leaves, spec = tree_flatten((args, kwargs))
-        devices = {x.device for x in (*leaves, *made) if isinstance(x, FakeTensor)}
+        devices = {x.device for x in (*leaves, *outputs) if isinstance(x, FakeTensor)}
         streams = [self._timeline.current_stream(device) for device in sorted(devices, key=str)]
         for other in streams[1:]:  # a copy between devices: after both, and both after it
             streams[0].wait_stream(other)
-        late = [self._late(leaf) for leaf in leaves]
+        deferred = [self._deferred(leaf) for leaf in leaves]
 
         def run() -> None:
-            a, k = tree_unflatten([x.real() if isinstance(x, _Part) else x for x in late], spec)
+            a, k = tree_unflatten([x.real() if isinstance(x, _Part) else x for x in deferred], spec)
             results = _of_cpu(func)(*a, **k)
             if fresh:
                 numbers = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
                 for i, part in fresh:
                     part.real().copy_(numbers[i])
 
-        self._queue(streams[0], run, _where(name), reads, [*writes, *(part for _, part in fresh)])
+        self._queue(streams[0], run, _call_site(name), reads, [*writes, *(part for _, part in fresh)])
         for other in streams[1:]:
             other.wait_stream(streams[0])
-        return found
+        return result
 
-    def _late(self, value: Any) -> Any:
+    def _deferred(self, value: Any) -> Any:
         """Return the form of an argument that an operation keeps until it runs."""
         if isinstance(value, FakeTensor):
             return self._part(value)
@@ -403,35 +409,35 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (writes if written else reads).extend(parts)  # a write races with all that a read does
         return reads, writes
 
-    def _copied(self, name: str, args: Any, kwargs: Any, wanted: str | None) -> Tensor | None:
+    def _copied(self, name: str, args: Any, kwargs: Any, device_type: str | None) -> Tensor | None:
         """Copy between CPU and device; None if both tensors are on the same side."""
         source, target = (args[1], args[0]) if name == "copy_" else (args[0], None)
         down = isinstance(source, FakeTensor)
-        goes_down = wanted == "cpu" if target is None else not isinstance(target, FakeTensor)
-        if down != goes_down or (target is None and wanted is None):
+        goes_down = device_type == "cpu" if target is None else not isinstance(target, FakeTensor)
+        if down != goes_down or (target is None and device_type is None):
             return None
-        late = bool(kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]))
+        non_blocking = bool(kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]))
         if target is None:
             dtype = kwargs.get("dtype") or source.dtype
             if down:
                 target = torch.empty(source.shape, dtype=dtype, device="cpu")
-                target = self._pin(target) if late else target  # as torch does
+                target = self._pin(target) if non_blocking else target  # as torch does
             else:
                 with self._fake:
                     target = torch.empty(source.shape, dtype=dtype, device=kwargs["device"])
-        self._cross(source, target, late=late, name=name)
+        self._cross(source, target, non_blocking=non_blocking, name=name)
         return target
 
-    def _cross(self, source: Tensor, target: Tensor, *, late: bool, name: str) -> None:
+    def _cross(self, source: Tensor, target: Tensor, *, non_blocking: bool, name: str) -> None:
         self._timeline.is_capturing(name)  # CPU memory may have moved when the graph is replayed
-        here, there = (target, source) if isinstance(source, FakeTensor) else (source, target)
-        late = late and self._is_pinned(here)
-        where, stream = _where(name), self._timeline.current_stream(there.device)
+        on_host, on_device = (target, source) if isinstance(source, FakeTensor) else (source, target)
+        non_blocking = non_blocking and self._is_pinned(on_host)
+        line, stream = _call_site(name), self._timeline.current_stream(on_device.device)
         reads, writes = self._part(source), self._part(target)
         run = lambda: (writes.real().copy_(reads.real()), None)[1]  # noqa: E731
-        operation = self._queue(stream, run, where, [reads], [writes])
-        if not late:
-            self.waits[where] += 1
+        operation = self._queue(stream, run, line, [reads], [writes])
+        if not non_blocking:
+            self.waits[line] += 1
             self._timeline.run_until(operation)
             self._timeline.host |= stream.clocks
 
@@ -442,9 +448,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for _, value, written in arguments(func, args, kwargs):
             for t in tree_leaves(value):
                 if isinstance(t, Tensor) and t.device.type == "cpu" and self._is_pinned(t):
-                    self._touch(None, self._part(t), written, _where(name))
-        found = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
-        return self._pin(found) if pin or name == "_pin_memory" else found
+                    self._touch(None, self._part(t), written, _call_site(name))
+        result = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
+        return self._pin(result) if pin or name == "_pin_memory" else result
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any, group: str) -> Any:
         """Run a collective late on a stream of the group, as NCCL does; ``wait`` makes the current stream wait."""
@@ -456,20 +462,20 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             read = "input" in argument.name and name != "allreduce_"
             (reads if read else writes).extend(self._part(t) for t in tree_leaves(value) if isinstance(t, FakeTensor))
-        late = [self._part(x) if isinstance(x, FakeTensor) else x for x in leaves]
+        deferred = [self._part(x) if isinstance(x, FakeTensor) else x for x in leaves]
 
         def run() -> Callable[[], bool]:
-            a, k = tree_unflatten([x.real() if isinstance(x, _Part) else x for x in late], spec)
-            found = func(*a, **k)
-            work = dist.Work.unbox(found[-1] if isinstance(found, tuple) else found)
+            a, k = tree_unflatten([x.real() if isinstance(x, _Part) else x for x in deferred], spec)
+            result = func(*a, **k)
+            work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
             return lambda: work.is_completed() and (work.wait() or True)
 
-        self._queue(stream, run, _where(name), reads, writes)
-        event, held = stream.record_event(), [leaves]  # NCCL holds the memory until it is waited for
+        self._queue(stream, run, _call_site(name), reads, writes)
+        event, memory = stream.record_event(), [leaves]  # NCCL holds the memory until it is waited for
 
         def wait(_: Any) -> bool:
             self._timeline.current_stream(device).wait_event(event)
-            held.clear()
+            memory.clear()
             return True
 
         from torch._C._distributed_c10d import PythonCallbackWork
@@ -494,7 +500,7 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _where(name: str) -> str:
+def _call_site(name: str) -> str:
     """Return an operation with the two innermost source lines outside torch and outside this module."""
     frame: FrameType | None = sys._getframe(1)
     lines = list[str]()

@@ -91,10 +91,10 @@ def values(seed: int, case: Case) -> dict[str, Tensor]:
     """Return what this rank holds of a tensor for each parameter."""
     generator = torch.Generator().manual_seed(seed)
     whole = {n: torch.randn(shape, generator=generator).to(case.dtype) for n, (shape, _) in PARAMETERS.items()}
-    return {name: held(tensor, case) for name, tensor in whole.items()}
+    return {name: rank_part(tensor, case) for name, tensor in whole.items()}
 
 
-def held(tensor: Tensor, case: Case) -> Tensor:
+def rank_part(tensor: Tensor, case: Case) -> Tensor:
     """Return what this rank holds of a tensor."""
     if case.layout != "sharded":
         return tensor
@@ -102,20 +102,22 @@ def held(tensor: Tensor, case: Case) -> Tensor:
     return (*parts, *[tensor[:0]] * dist.get_world_size())[dist.get_rank()].clone()  # the last ranks may hold nothing
 
 
-def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tuple[dict[str, Tensor], set[str]]:
+def steps(case: Case, device: str, simulator: SimulatedDevice | None = None) -> tuple[dict[str, Tensor], set[str]]:
     """Step, and return weights and state on the host, and where it waited in the first step.
 
     All gradients are on the device before it.
     """
     at_first = set[str]()
     parameters = {name: nn.Parameter(value.to(device)) for name, value in values(0, case).items()}
-    given = [{n: v.to(device) for n, v in values(1 + step, case).items()} for step in range(STEPS)]
+    gradients = [{n: v.to(device) for n, v in values(1 + step, case).items()} for step in range(STEPS)]
     if case.skip_above != torch.inf:
-        given[1] = {n: g * 1e3 for n, g in given[1].items()}
+        gradients[1] = {n: g * 1e3 for n, g in gradients[1].items()}
     first = case.layout == "local" or dist.get_rank() == 0
     if case.scaled:
-        given = [{n: g * SCALES[step] for n, g in some.items()} for step, some in enumerate(given)]
-        given[1]["wide"][0, 5] = torch.inf  # on one rank or on all, but rank 0 alone is told
+        gradients = [
+            {n: g * SCALES[step] for n, g in step_gradients.items()} for step, step_gradients in enumerate(gradients)
+        ]
+        gradients[1]["wide"][0, 5] = torch.inf  # on one rank or on all, but rank 0 alone is told
         scales = [torch.tensor(SCALES[step]).to(device) for step in range(STEPS)]
         infinite = [torch.tensor(float(step == 1 and first)).to(device) for step in range(STEPS)]
     matrices = {name: how for name, (_, how) in PARAMETERS.items() if how is not None}
@@ -139,12 +141,12 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
     optimizer = mm.Muon(groups, lr=0.02, weight_decay=0.1, **{"process_group": "local", **settings})
     for group in optimizer.param_groups if case.skip_above != torch.inf else ():
         group["norm_means"] = ((50.0, 50.0, 50.0), (10.0, 10.0, 10.0))
-    for step, some in enumerate(given):
+    for step, step_gradients in enumerate(gradients):
         for name, parameter in parameters.items():
-            parameter.grad = None if case.missing and step and name in ("wide", "bias") else some[name]
-        if found is not None and step == 1:
-            at_first.update(found.waits)
-            found.waits.clear()
+            parameter.grad = None if case.missing and step and name in ("wide", "bias") else step_gradients[name]
+        if simulator is not None and step == 1:
+            at_first.update(simulator.waits)
+            simulator.waits.clear()
         if case.scaled:  # what GradScaler.step sets on an optimizer that scales by itself
             optimizer.grad_scale, optimizer.found_inf = scales[step], infinite[step]  # type: ignore[attr-defined]
         if case.policy is not None:
@@ -154,7 +156,7 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
         if case.written and step == 0:
             for parameter in parameters.values():
                 parameter.data.mul_(0.25)
-    waited = dict(found.waits) if found is not None else {}
+    waited = dict(simulator.waits) if simulator is not None else {}
     optimizer.finish()
     tensors = {
         f"{name}/{key}": local_of(value).detach().cpu().clone()
@@ -165,9 +167,9 @@ def steps(case: Case, device: str, found: SimulatedDevice | None = None) -> tupl
     tensors.update({name: torch.as_tensor(value).cpu() for name, value in figures.items()})
     tensors["norm means"] = torch.tensor(optimizer.param_groups[0]["norm_means"], dtype=torch.float64)
     tensors.update({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
-    if found is not None:
-        found.waits.clear()
-        found.waits.update(waited)
+    if simulator is not None:
+        simulator.waits.clear()
+        simulator.waits.update(waited)
     return tensors, at_first
 
 
@@ -183,12 +185,12 @@ def simulated(case: Case, seed: int) -> Found:
     return Found(tensors, list(device.races), at_first, dict(device.waits))
 
 
-def differing(case: Case, found: Found) -> list[str]:
+def differing(case: Case, outcome: Found) -> list[str]:
     """Return which tensors differ by more than the last bits, in which torch's own operations differ."""
     # A rank may hold one number, and torch's fused AdamW of a device rounds each step of bf16 by an ulp more or less.
     rounding = 0.04 if case.dtype == torch.bfloat16 else 1e-5
     numbers = expected(case)
-    if numbers.keys() != found.tensors.keys():
-        return sorted(numbers.keys() ^ found.tensors.keys())
-    errors = {key: (found.tensors[key].double() - value.double()).norm() for key, value in numbers.items()}
+    if numbers.keys() != outcome.tensors.keys():
+        return sorted(numbers.keys() ^ outcome.tensors.keys())
+    errors = {key: (outcome.tensors[key].double() - value.double()).norm() for key, value in numbers.items()}
     return [key for key, error in errors.items() if not float(error) <= rounding * float(numbers[key].double().norm())]

@@ -33,12 +33,12 @@ FORBIDDEN: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_the_device_captures_nothing_that_cuda_forbids(what: str) -> None:
+@pytest.mark.parametrize("operation", FORBIDDEN)
+def test_the_device_captures_nothing_that_cuda_forbids(operation: str) -> None:
     with SimulatedDevice(3):
         x = torch.zeros(1, 2, 3, device=CUDA)
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-            captured(lambda: FORBIDDEN[what](x))
+            captured(lambda: FORBIDDEN[operation](x))
 
 
 def test_a_step_that_is_captured_itself_is_refused() -> None:

@@ -43,16 +43,16 @@ def interpreter() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SOAK) for name in CASES])
 def test_a_step_has_no_races_and_the_numbers_of_a_cpu(name: str, seed: int) -> None:
     """The order that the seed draws changes nothing."""
-    found = simulated(CASES[name], seed)
-    assert found.races == []
-    assert found.waits == {}, "a step never waits for the device"
-    assert differing(CASES[name], found) == []
+    outcome = simulated(CASES[name], seed)
+    assert outcome.races == []
+    assert outcome.waits == {}, "a step never waits for the device"
+    assert differing(CASES[name], outcome) == []
 
 
 def by_triton(name: str, seed: int) -> tuple[list[Race], dict[str, int], list[str]]:
     case = CASES[name]._replace(settings={**CASES[name].settings, "kernels": "triton"})
-    found = simulated(case, seed)
-    return found.races, found.waits, differing(CASES[name], found)
+    outcome = simulated(case, seed)
+    return outcome.races, outcome.waits, differing(CASES[name], outcome)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 4))])
@@ -72,8 +72,8 @@ def on_ranks(how: str, name: str, seed: int) -> tuple[list[Race], dict[str, int]
     case = CASES[name]
     settings = {**case.settings, **LAYOUTS[how].get("settings", {})}
     case = case._replace(settings=settings, layout=LAYOUTS[how]["layout"])
-    found = simulated(case, 10 * seed + dist.get_rank())
-    return found.races, found.waits, differing(case, found)
+    outcome = simulated(case, 10 * seed + dist.get_rank())
+    return outcome.races, outcome.waits, differing(case, outcome)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 3))])

@@ -31,7 +31,7 @@ class Operation:
     """
 
     def __init__(self, run: Callable[[], Any] | None = None, needs: Operation | None = None) -> None:
-        self.run, self.needs, self.done = run, needs, False
+        self.run, self.needs, self.is_done = run, needs, False
         self.is_over: Callable[[], bool] | None = None
 
 
@@ -77,9 +77,9 @@ class Event(nothing.Event):
 
     def query(self) -> bool:
         """Return whether the event is over, so that the CPU may read results of the operations before it."""
-        if self.mark is not None and self.mark.done and self.stream is not None:
+        if self.mark is not None and self.mark.is_done and self.stream is not None:
             self.stream.timeline.host |= self.clocks
-        return self.mark is None or self.mark.done
+        return self.mark is None or self.mark.is_done
 
 
 class Graph(nothing.Graph):
@@ -141,10 +141,10 @@ class Timeline(nothing.Devices):
         stream.is_default |= is_new
         return stream
 
-    def is_capturing(self, *which: str) -> bool:
-        """Stand for `torch.cuda.is_current_stream_capturing`; with ``which``, refuse an operation during a capture."""
-        if (capturing := self.current_stream().capturing is not None) and which:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {which[0]}")
+    def is_capturing(self, *names: str) -> bool:
+        """Stand for `torch.cuda.is_current_stream_capturing`; with ``names``, refuse an operation during a capture."""
+        if (capturing := self.current_stream().capturing is not None) and names:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {names[0]}")
         return capturing
 
     def push(self, stream: Stream, operation: Operation) -> None:
@@ -158,7 +158,7 @@ class Timeline(nothing.Devices):
     def go_on(self) -> bool:
         """Run the next operation of a stream that need not wait; return whether there was one."""
         with self.lock:
-            ready = [s for s in self.streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.done)]
+            ready = [s for s in self.streams if s.queue and (s.queue[0].needs is None or s.queue[0].needs.is_done)]
             if not ready:
                 return False
             stream = self.random.choice(ready)
@@ -170,15 +170,15 @@ class Timeline(nothing.Devices):
             if operation.is_over is not None and not operation.is_over():
                 time.sleep(0.0005)
                 return True
-            operation.done = True
+            operation.is_done = True
             stream.queue.popleft()
             return True
 
     def run_until(self, operation: Operation) -> None:
         """Run operations until this operation is over."""
         self.is_capturing("the host waits")
-        while not operation.done:
-            if not self.go_on() and not operation.done:
+        while not operation.is_done:
+            if not self.go_on() and not operation.is_done:
                 raise RuntimeError("no stream can go on: each waits for another")
 
     def synchronize(self, device: Any = None) -> None:
@@ -189,6 +189,6 @@ class Timeline(nothing.Devices):
 
 def timeline() -> Timeline:
     """Return the timeline of the simulated devices."""
-    found = devices()
-    assert isinstance(found, Timeline)
-    return found
+    current_devices = devices()
+    assert isinstance(current_devices, Timeline)
+    return current_devices

@@ -29,7 +29,7 @@ import muonmesh as mm
 from muonmesh.numerics.kernels.triton import TORCH_FROM, by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
-from tests.support.figures import GPT2, bag, ours
+from tests.support.figures import GPT2, bag, optimizer_of
 
 PARTS = ("ceilings", "host", "products", "orthogonalizations", "steps", "exchange")
 SIDES = (768, 1024, 2048, 4096, 8192)
@@ -40,7 +40,7 @@ MESSAGE = 1 << 24
 class Line(NamedTuple):
     """One figure: what it is, what the model says, what was measured, both in one unit."""
 
-    what: str
+    figure: str
     modelled: str
     measured: str
 
@@ -77,23 +77,23 @@ def host(device: torch.device, times: int = 100) -> Iterator[Line]:
         "an operation of torch": (lambda: torch.add(x, x), rates.operation),
         "a view": (lambda: x[0], rates.view),
     }
-    for what, (call, modelled) in calls.items():
+    for name, (call, modelled) in calls.items():
         took, _ = seconds(call, device, times=times)
-        yield Line(f"host, {what}, µs", f"{modelled * 1e6:.1f}", f"{took * 1e6:.1f}")
+        yield Line(f"host, {name}, µs", f"{modelled * 1e6:.1f}", f"{took * 1e6:.1f}")
 
 
 def products(device: torch.device, sides: Iterable[int] = SIDES, times: int = 20) -> Iterator[Line]:
     """TFLOP/s of X Xᵀ, whose triangle counts for Triton and all of it for cuBLAS, and of full products Q X."""
     rates, table = DeviceRates(), triton_products(batch_limit=1)
-    one = torch.ones(1, 1, 1, device=device)
+    unit_scale = torch.ones(1, 1, 1, device=device)
     for side in sides:
         x = torch.randn(1, side, side, device=device, dtype=torch.bfloat16)
         out = torch.empty_like(x)
-        ways: list[tuple[str, Callable[[], Any], int]] = [
-            ("Triton", lambda x=x, out=out: table.multiply(x, None, [], out, scale=one), side**3),
+        by_library: list[tuple[str, Callable[[], Any], int]] = [
+            ("Triton", lambda x=x, out=out: table.multiply(x, None, [], out, scale=unit_scale), side**3),
             ("cuBLAS", lambda x=x, out=out: torch.bmm(x, x.mT, out=out), 2 * side**3),
         ]
-        for name, call, flops in ways:
+        for name, call, flops in by_library:
             _, took = seconds(call, device, times=times)
             least = rates.published / rates.weight_of(side**2, by_triton=name == "Triton")
             modelled = f"{least / 1e12:.0f} to {rates.flops / 1e12:.0f}"
@@ -118,20 +118,20 @@ def ceilings(device: torch.device, side: int = 8192, sustained: float = 3.0) -> 
     for dtype in (torch.bfloat16, torch.float16):
         x, y = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(x)
-        for when, wanted in (("at once", 0.1), (f"after {sustained:g} s", sustained)):
+        for when, until in (("at once", 0.1), (f"after {sustained:g} s", sustained)):
             begin, took = time.perf_counter(), 0.0
-            while time.perf_counter() - begin < wanted:
+            while time.perf_counter() - begin < until:
                 _, took = seconds(lambda x=x, y=y, out=out: torch.mm(x, y, out=out), device, times=5)
             measured = f"{2 * side**3 / took / 1e12:.3g}"
             yield Line(f"product of {side}², {dtype}, {when}, TFLOP/s", f"{rates.flops / 1e12:.0f}", measured)
     if device.type == "cuda":
-        asked = [
+        command = [
             "nvidia-smi",
             "--query-gpu=clocks.sm,power.draw,clocks_throttle_reasons.active",
             "--format=csv,noheader",
         ]
-        told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip().splitlines()
-        yield Line("clock, power, throttled by", "", told[0] if told else "unknown")
+        rows = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+        yield Line("clock, power, throttled by", "", rows[0] if rows else "unknown")
 
 
 SPECTRA: dict[str, Callable[[Tensor], Tensor]] = {
@@ -173,58 +173,58 @@ def orthogonalizations(
     for rows, cols in judged:
         for spectrum in SPECTRA:
             x, exact = of_spectrum(rows, cols, spectrum, device)
-            for way, settings in WAYS.items():
+            for name, settings in WAYS.items():
                 try:
                     out = mm.orthogonalize(x, **settings)
                     batch = mm.orthogonalize(torch.stack([x, -x, x]), **settings)
                 except (TypeError, ValueError, RuntimeError) as error:
-                    yield Line(f"{rows}×{cols}, {spectrum}, {way}", "", f"{type(error).__name__}: {str(error)[:80]}")
+                    yield Line(f"{rows}×{cols}, {spectrum}, {name}", "", f"{type(error).__name__}: {str(error)[:80]}")
                     continue
                 error = float((out.double() - exact).norm() / exact.norm())
                 largest = float(torch.linalg.matrix_norm(out.double(), 2))
                 same = torch.equal(batch[2], out) and torch.equal(batch[1], -out)
-                found = f"{error:.3f}, {largest:.3f}, {'the same bits' if same else 'OTHER BITS'}"
-                yield Line(f"{rows}×{cols}, {spectrum}, {way}: error, largest, in a batch", "", found)
+                accuracy = f"{error:.3f}, {largest:.3f}, {'the same bits' if same else 'OTHER BITS'}"
+                yield Line(f"{rows}×{cols}, {spectrum}, {name}: error, largest, in a batch", "", accuracy)
     for number, rows, cols in batches:
         x = torch.randn(number, rows, cols, device=device).bfloat16()
-        for way, call in calls(x).items():
+        for name, call in calls(x).items():
             try:
                 _, took = seconds(call, device, times=times)
             except (TypeError, ValueError, RuntimeError) as error:
-                yield Line(f"{number} of {rows}×{cols}, {way}, µs", "", f"{type(error).__name__}: {str(error)[:80]}")
+                yield Line(f"{number} of {rows}×{cols}, {name}, µs", "", f"{type(error).__name__}: {str(error)[:80]}")
                 continue
-            yield Line(f"{number} of {rows}×{cols}, {way}, µs", "", f"{took * 1e6:.0f}")
+            yield Line(f"{number} of {rows}×{cols}, {name}, µs", "", f"{took * 1e6:.0f}")
 
 
 def calls(x: Tensor) -> dict[str, Callable[[], Any]]:
     """Our ways to orthogonalize a batch, and gram-newton-schulz's where it is installed."""
-    found: dict[str, Callable[[], Any]] = {
-        way: lambda settings=settings: mm.orthogonalize(x, **settings) for way, settings in WAYS.items()
+    callables: dict[str, Callable[[], Any]] = {
+        name: lambda settings=settings: mm.orthogonalize(x, **settings) for name, settings in WAYS.items()
     }
 
     def by_triton_alone() -> Tensor:
         with mock.patch.dict(TORCH_FROM, clear=True):
             return mm.orthogonalize(x)
 
-    found["default, all products by Triton"] = by_triton_alone
+    callables["default, all products by Triton"] = by_triton_alone
     with contextlib.suppress(ImportError):
-        found["gram-newton-schulz"] = partial(importlib.import_module("gram_newton_schulz").GramNewtonSchulz(), x)
-    return found
+        callables["gram-newton-schulz"] = partial(importlib.import_module("gram_newton_schulz").GramNewtonSchulz(), x)
+    return callables
 
 
 def steps(device: torch.device, shapes: Sequence[tuple[int, int]] = GPT2) -> Iterator[Line]:
     """A step of muonmesh and of torch.optim.Muon, over the matrices of three layers of GPT-2 small."""
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    for name, make in {"muonmesh": ours, "torch.optim.Muon": torchs}.items():
+    for name, make in {"muonmesh": optimizer_of, "torch.optim.Muon": torchs}.items():
         run = dry_run(bag(*shapes), make)
         model = bag(*shapes).to_empty(device=device)
         for parameter in model.parameters():
             parameter.data.normal_()
             parameter.grad = torch.randn_like(parameter)
         optimizer = make(model)
-        took, together = seconds(optimizer.step, device, times=10)
+        took, step_seconds = seconds(optimizer.step, device, times=10)
         modelled = f"{run.best_seconds * 1e3:.2f} to {run.seconds * 1e3:.2f}"
-        yield Line(f"3 layers of GPT-2, {name}, step, ms", modelled, f"{together * 1e3:.2f}")
+        yield Line(f"3 layers of GPT-2, {name}, step, ms", modelled, f"{step_seconds * 1e3:.2f}")
         yield Line(f"3 layers of GPT-2, {name}, host, ms", f"{run.parts()['host'] * 1e3:.2f}", f"{took * 1e3:.2f}")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -244,9 +244,9 @@ def exchange(device: torch.device, ranks: int) -> Iterator[Line]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    found = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, port, device.type, found), nprocs=ranks)  # type: ignore[no-untyped-call]
-    small, large, taken = found.get()
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, port, device.type, results), nprocs=ranks)  # type: ignore[no-untyped-call]
+    small, large, memory = results.get()
     rates = DeviceRates()
     begun = rates.collective + rates.message * (ranks - 1)
     yield Line(f"all-to-all, {ranks} ranks, 4 bytes, µs", f"{begun * 1e6:.0f}", f"{small * 1e6:.0f}")
@@ -254,10 +254,10 @@ def exchange(device: torch.device, ranks: int) -> Iterator[Line]:
     modelled = f"{sent / (sent / rates.wire + begun) / 1e9:.1f}"
     if ranks > 1:
         yield Line(f"all-to-all, {ranks} ranks, 16 MiB, GB/s sent", modelled, f"{sent / large / 1e9:.1f}")
-    yield Line(f"all-to-all, {ranks} ranks, memory of the library, GB", f"{3.28 * min(7, ranks - 1) / 7:.2f}", taken)
+    yield Line(f"all-to-all, {ranks} ranks, memory of the library, GB", f"{3.28 * min(7, ranks - 1) / 7:.2f}", memory)
 
 
-def _rank(rank: int, ranks: int, port: int, kind: str, found: Any) -> None:
+def _rank(rank: int, ranks: int, port: int, kind: str, results: Any) -> None:
     """Put the seconds of a small and of a large all-to-all into a queue, and the memory that the first one took."""
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -274,10 +274,10 @@ def _rank(rank: int, ranks: int, port: int, kind: str, found: Any) -> None:
     free = torch.cuda.mem_get_info(device)[0] if kind == "cuda" else 0
     calls[0]()
     wait(device)
-    taken = f"{(free - torch.cuda.mem_get_info(device)[0]) / 1e9:.2f}" if kind == "cuda" else "no device"
+    memory = f"{(free - torch.cuda.mem_get_info(device)[0]) / 1e9:.2f}" if kind == "cuda" else "no device"
     times = [seconds(call, device)[1] for call in calls]
     if rank == 0:
-        found.put((*times, taken))
+        results.put((*times, memory))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -28,7 +28,7 @@ def deepspeed_engine(_: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             return ds.differences(ds.save(config, folder), ds.resume(config, folder, how))
 
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for stage in STAGES:
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
         cases: dict[str, Callable[[], Any]] = {
@@ -38,14 +38,14 @@ def deepspeed_engine(_: str) -> dict[str, Any]:
             "its checkpoint": lambda config=config: resumed(config, "its own"),
             "our checkpoint": lambda config=config: resumed(config, "ours"),
         }
-        found |= {f"{stage} {name}": attempt(case) for name, case in cases.items()}
-    return found
+        outcomes |= {f"{stage} {name}": attempt(case) for name, case in cases.items()}
+    return outcomes
 
 
-def clipped(found: tuple[list[str], list[tuple[Any, Any]]]) -> list[str]:
+def clipped(outcome: tuple[list[str], list[tuple[Any, Any]]]) -> list[str]:
     """What differs, and each step whose norms are not those of one process or were not clipped."""
-    wrong, told = found
-    return wrong + [f"norms {pair}" for pair in told if pair[0] != pair[1] or not pair[0][2] > 1.0 or pair[0][3]]
+    wrong, norms = outcome
+    return wrong + [f"norms {pair}" for pair in norms if pair[0] != pair[1] or not pair[0][2] > 1.0 or pair[0][3]]
 
 
 def megatron(_: str) -> dict[str, Any]:
@@ -57,7 +57,9 @@ def megatron(_: str) -> dict[str, Any]:
         "DDP, fp32": Shape(),
         "DDP, bf16": Shape(dtype=torch.bfloat16),
         "distributed optimizer, bf16": Shape(flat=True, dtype=torch.bfloat16),
-        "distributed optimizer, bf16, overlapping": Shape(flat=True, overlap=True, late=True, dtype=torch.bfloat16),
+        "distributed optimizer, bf16, overlapping": Shape(
+            flat=True, overlap=True, late_gather=True, dtype=torch.bfloat16
+        ),
         "distributed optimizer, fp16": Shape(flat=True, dtype=torch.float16),
     }
     return {
@@ -113,14 +115,14 @@ class Sharded:
     def give(self, gradients: dict[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
             mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            given = gradients[name].to(self.device)
-            parameter.grad = distribute_tensor(given, mesh, placements, src_data_rank=None)
+            gradient = gradients[name].to(self.device)
+            parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
 
-    def found(self) -> dict[str, Tensor]:
-        held: dict[str, Tensor] = dict(self.model.named_parameters())
+    def snapshot(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, parameter in self.model.named_parameters():
-            held |= {f"{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
-        return gathered.whole(held)
+            tensors |= {f"{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
+        return gathered.whole(tensors)
 
 
 def plain(device: str, steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -144,7 +146,7 @@ def fsdp2(device: str) -> dict[str, Any]:
                 mm.checkpoint.save(f"{folder}/saved", first.model, first.optimizer)
             losses.append(first.backward(step))
             gradients.append(first.step())
-        ended = first.found()
+        ended = first.snapshot()
         second = Sharded(device)
         second.backward(STEPS)  # something else, which loading has to undo
         second.step()
@@ -157,17 +159,17 @@ def fsdp2(device: str) -> dict[str, Any]:
     started = gathered.whole(dict(llama(device).named_parameters()))
     return {
         "one process": differing(plain(device, gradients), ended),
-        "resumed": differing(ended, second.found()) if ended.keys() == second.found().keys() else "other state",
+        "resumed": differing(ended, second.snapshot()) if ended.keys() == second.snapshot().keys() else "other state",
         "still": [name for name, value in started.items() if torch.equal(value, ended[name])],
         "losses": losses,
         "loss again": again,
     }
 
 
-def differing(found: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+def differing(tensors: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     """By how much tensors differ, relative to their norms, where they are not the same bit for bit."""
     return {
         name: float((value.double() - other[name].double()).norm() / other[name].double().norm().clamp(min=1e-30))
-        for name, value in found.items()
+        for name, value in tensors.items()
         if not torch.equal(value, other[name])
     }

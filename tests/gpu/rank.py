@@ -35,14 +35,14 @@ def one_rank(function: str, device: str) -> Any:
 def _ran(function: str, device: str, seconds: float = 240.0) -> tuple[bool, Any]:
     """Whether a function returned, and what; or what went wrong."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, function, device))
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, function, device))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        if not ours.poll(seconds):
+        if not parent_end.poll(seconds):
             return False, f"{function} has not returned in {seconds:.0f} s"
-        answer: tuple[bool, Any] = ours.recv()
+        answer: tuple[bool, Any] = parent_end.recv()
         return answer
     except EOFError:
         process.join()
@@ -52,7 +52,7 @@ def _ran(function: str, device: str, seconds: float = 240.0) -> tuple[bool, Any]
             os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         process.kill()
         process.join()
-        ours.close()
+        parent_end.close()
 
 
 def attempt(function: Any, *args: Any, **kwargs: Any) -> Any:

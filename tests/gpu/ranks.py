@@ -33,22 +33,22 @@ def on(device: str, tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
-def by_how_much(one: dict[str, Tensor], many: dict[str, Tensor]) -> dict[str, float]:
+def by_how_much(alone: dict[str, Tensor], many: dict[str, Tensor]) -> dict[str, float]:
     """By how much tensors differ, relative to their norms, where a bit differs."""
-    pairs = {name: (many[name].double(), one[name].double()) for name in problem.differing(one, many)}
+    pairs = {name: (many[name].double(), alone[name].double()) for name in problem.differing(alone, many)}
     return {name: float((a - b).norm() / b.norm().clamp(min=1e-30)) for name, (a, b) in pairs.items()}
 
 
 # ---------------------------------------------------------------- layouts and settings
 
 
-def held(device: str, layout: str, values: dict[str, Tensor]) -> layouts.Held:
+def placed_in(device: str, layout: str, values: dict[str, Tensor]) -> layouts.Held:
     """Parameters in a layout of `tests.support.problem` or on a mesh of `tests.support.layouts`."""
     if layout in layouts.MESHES:
-        sizes, place = layouts.MESHES[layout]
+        sizes, placements_for = layouts.MESHES[layout]
 
         def placements(_: str, shape: tuple[int, ...]) -> Any:
-            return place(len(shape))
+            return placements_for(len(shape))
 
         return layouts.dtensors(problem.PARAMETERS, values, mesh_of(sizes, kind=device), placements)
     model, group = problem.hold(layout, values)
@@ -67,19 +67,19 @@ def held(device: str, layout: str, values: dict[str, Tensor]) -> layouts.Held:
 def stepped(
     device: str,
     layout: str,
-    given: Callable[[int], dict[str, Any]] = problem.gradients,
+    gradients_of: Callable[[int], dict[str, Any]] = problem.gradients,
     steps: int = STEPS,
     rule: str | None = None,
     **settings: Any,
 ) -> dict[str, Tensor]:
     """Parameters and state, whole, after some steps."""
-    holding = held(device, layout, on(device, problem.initial()))
+    holding = placed_in(device, layout, on(device, problem.initial()))
     for group in holding.groups:
         if rule is not None and group["algorithm"] == "muon":
             group["algorithm"] = rule
     optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT, **settings})
     for step in range(steps):
-        holding.give(on(device, given(step)))
+        holding.give(on(device, gradients_of(step)))
         optimizer.step()
     return holding.whole(optimizer)
 
@@ -90,10 +90,10 @@ def of_layout(device: str, layout: str, rule: str | None = None, **settings: Any
     State of which each rank keeps its own part without saying so (int8's scales, SOAP's bases) is not compared.
     """
     alone = {key: value for key, value in settings.items() if key not in ("shard_state", "memory_budget_mb")}
-    one = stepped(device, "local", problem.zeroed, rule=rule, **alone)
+    alone_result = stepped(device, "local", problem.zeroed, rule=rule, **alone)
     many = stepped(device, layout, problem.zeroed, rule=rule, **settings)
-    compared = [key for key in one if key in problem.PARAMETERS or one[key].shape == many[key].shape]
-    return by_how_much(*({key: values[key] for key in compared} for values in (one, many)))
+    compared = [key for key in alone_result if key in problem.PARAMETERS or alone_result[key].shape == many[key].shape]
+    return by_how_much(*({key: values[key] for key in compared} for values in (alone_result, many)))
 
 
 # ---------------------------------------------------------------- clipping and loss scales
@@ -102,8 +102,8 @@ def of_layout(device: str, layout: str, rule: str | None = None, **settings: Any
 def clipped(device: str, layout: str, policy: str) -> dict[str, float]:
     """Norms within rounding, since their terms add up in another order; then weights by the same relative amount."""
 
-    def run(where: str) -> tuple[list[float], dict[str, Tensor]]:
-        holding = held(device, where, on(device, problem.initial()))
+    def run(layout_name: str) -> tuple[list[float], dict[str, Tensor]]:
+        holding = placed_in(device, layout_name, on(device, problem.initial()))
         optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
         norms = []
         for step in range(STEPS):
@@ -112,23 +112,23 @@ def clipped(device: str, layout: str, policy: str) -> dict[str, float]:
             optimizer.step()
         return norms, holding.whole(optimizer)
 
-    (expected, one), (norms, many) = run("local"), run(layout)
+    (expected, alone), (norms, many) = run("local"), run(layout)
     oracle = [
         math.sqrt(sum(float(value.double().square().sum()) for value in problem.gradients(step).values()))
         for step in range(STEPS)
     ]
     wrong = {
-        f"norm {n} {where}": norm
-        for where, some in (("alone", expected), ("on ranks", norms))
-        for n, (norm, exact) in enumerate(zip(some, oracle, strict=True))
+        f"norm {n} {run_name}": norm
+        for run_name, run_norms in (("alone", expected), ("on ranks", norms))
+        for n, (norm, exact) in enumerate(zip(run_norms, oracle, strict=True))
         if abs(norm - exact) > 1e-5 * exact
     }
-    return wrong | {name: error for name, error in by_how_much(one, many).items() if error > 1e-5}
+    return wrong | {name: error for name, error in by_how_much(alone, many).items() if error > 1e-5}
 
 
 def overflow(device: str, layout: str) -> dict[str, Any]:
     """The second of three steps overflows on the last rank alone: all ranks skip it, and all halve their scales."""
-    holding = held(device, layout, on(device, problem.initial()))
+    holding = placed_in(device, layout, on(device, problem.initial()))
     optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=100)
     scaler.scale(torch.ones((), device=device))  # as the loss would be
@@ -142,13 +142,13 @@ def overflow(device: str, layout: str) -> dict[str, Any]:
         scaler.step(optimizer, scaler=scaler)
         scaler.update()
         scales.append(scaler.get_scale())
-    alone = held(device, "local", on(device, problem.initial()))
-    one = mm.Muon(alone.groups, **alone.settings, **{**problem.SETTINGS, **EXACT})
+    alone = placed_in(device, "local", on(device, problem.initial()))
+    optimizer_alone = mm.Muon(alone.groups, **alone.settings, **{**problem.SETTINGS, **EXACT})
     for step in (0, 2):
         alone.give(on(device, problem.gradients(step)))
-        one.step()
+        optimizer_alone.step()
     wrong = {} if scales == [2.0**10, 2.0**9, 2.0**9] else {"scales": scales}
-    return wrong | by_how_much(alone.whole(one), holding.whole(optimizer))
+    return wrong | by_how_much(alone.whole(optimizer_alone), holding.whole(optimizer))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -175,7 +175,7 @@ def loaded(device: str, layout: str, folder: str) -> dict[str, float]:
 
 
 def _for_a_checkpoint(device: str, layout: str, seed: int) -> tuple[layouts.Held, nn.Module, mm.Muon]:
-    holding = held(device, layout, on(device, problem.initial(seed)))
+    holding = placed_in(device, layout, on(device, problem.initial(seed)))
     model = nn.Module()
     for name, tensor in holding.tensors.items():
         model.register_parameter(name, tensor)  # type: ignore[arg-type]
@@ -193,8 +193,8 @@ class Exact(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(20, 33), nn.Linear(33, 20)
 
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * given[name]).sum() for name, p in self.named_parameters()]).sum()
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
 
 
 def drawn(step: int, rank: int) -> dict[str, Tensor]:
@@ -209,18 +209,18 @@ def straight_to_owners(device: str) -> dict[str, float]:
     net = DistributedDataParallel(Exact().to(device), device_ids=index)
     settings: dict[str, Any] = {"lr": 0.02, "overrides": {"(module.)?(first|second).weight": "muon"}, **EXACT}
     optimizer = mm.from_model(net, process_group="world", gradients="to_owners", **settings)
-    one = Exact().to(device)
-    alone = mm.from_model(one, process_group="local", **settings)
+    single = Exact().to(device)
+    alone = mm.from_model(single, process_group="local", **settings)
     for step in range(STEPS):
         net(on(device, drawn(step, rank))).backward()
         optimizer.step()
         optimizer.zero_grad()
         many = [drawn(step, other) for other in range(ranks)]
-        for name, parameter in one.named_parameters():
+        for name, parameter in single.named_parameters():
             parameter.grad = torch.stack([gradients[name] for gradients in many]).mean(0).to(device)
         alone.step()
-    found = {name.removeprefix("module."): p.detach().cpu() for name, p in net.named_parameters()}
-    return by_how_much({name: p.detach().cpu() for name, p in one.named_parameters()}, found)
+    weights = {name.removeprefix("module."): p.detach().cpu() for name, p in net.named_parameters()}
+    return by_how_much({name: p.detach().cpu() for name, p in single.named_parameters()}, weights)
 
 
 class Block(nn.Module):
@@ -251,9 +251,9 @@ def trained(device: str, how: str) -> dict[str, Any]:
         fully_shard(model, mesh=mesh["data"])
     settings: dict[str, Any] = {"lr": 0.02, "overrides": {".*(up|down).weight": "muon"}, **EXACT}
     optimizer = mm.from_model(model, **settings)
-    one = network().to(device)
-    alone = mm.from_model(one, process_group="local", **settings)
-    before = {name: p.detach().cpu().clone() for name, p in one.named_parameters()}
+    single = network().to(device)
+    alone = mm.from_model(single, process_group="local", **settings)
+    before = {name: p.detach().cpu().clone() for name, p in single.named_parameters()}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(ranks, 8, 32, generator=generator)[dist.get_rank() if how == "fsdp" else 0].to(device)
@@ -261,10 +261,10 @@ def trained(device: str, how: str) -> dict[str, Any]:
         gradients = gathered.whole({name: p.grad for name, p in model.named_parameters()})  # type: ignore[misc]
         optimizer.step()
         optimizer.zero_grad()
-        for name, parameter in one.named_parameters():
+        for name, parameter in single.named_parameters():
             parameter.grad = gradients[name].to(device)
         alone.step()
-    after = {name: p.detach().cpu() for name, p in one.named_parameters()}
+    after = {name: p.detach().cpu() for name, p in single.named_parameters()}
     wrong: dict[str, Any] = {f"{name} has not moved": 0.0 for name in after if torch.equal(before[name], after[name])}
     return wrong | by_how_much(after, gathered.whole(dict(model.named_parameters())))
 
@@ -280,9 +280,9 @@ def deepspeed_engine(device: str, stage: int) -> list[str]:
 # ---------------------------------------------------------------- ranks that are late, raise, or have little time
 
 
-def late(device: str, seconds: float = 3.0) -> dict[str, Any]:
+def one_rank_late(device: str, seconds: float = 3.0) -> dict[str, Any]:
     """One rank comes late to each step, the host of the others may run ahead; all end with the same bits."""
-    holding = held(device, "fsdp", on(device, problem.initial()))
+    holding = placed_in(device, "fsdp", on(device, problem.initial()))
     optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
     for step in range(STEPS):
         if step and dist.get_rank() == step % dist.get_world_size():
@@ -292,14 +292,14 @@ def late(device: str, seconds: float = 3.0) -> dict[str, Any]:
     return by_how_much(stepped(device, "local"), holding.whole(optimizer))
 
 
-def raises(device: str, what: str) -> None:
+def raises(device: str, mistake: str) -> None:
     """The last rank is given a wrong setting, or a gradient that no step takes; every rank is to raise."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    holding = held(device, "ddp", on(device, problem.initial()))
-    settings = {**problem.SETTINGS, **EXACT, **({"lr": 0.03} if what == "setting" and last else {})}
+    holding = placed_in(device, "ddp", on(device, problem.initial()))
+    settings = {**problem.SETTINGS, **EXACT, **({"lr": 0.03} if mistake == "setting" and last else {})}
     optimizer = mm.Muon(holding.groups, **holding.settings, **settings)
     holding.give(on(device, problem.gradients(0)))
-    if what == "gradient" and last:
+    if mistake == "gradient" and last:
         parameter = holding.tensors["even"]
         parameter.grad = None
         parameter.grad = torch.zeros_like(parameter).to_sparse()

@@ -89,16 +89,16 @@ def run(commands: Sequence[Part], report: Path, *, seconds: float) -> int:
     """
     codes, unfinished, until = [], [], time.monotonic() + seconds
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with report.open("w") as kept:
+    with report.open("w") as report_file:
 
         def say(line: str) -> None:
-            for place in (sys.stdout, kept):
-                place.write(line)
-                place.flush()
+            for stream in (sys.stdout, report_file):
+                stream.write(line)
+                stream.flush()
 
         for part in commands:
-            left = until - time.monotonic()
-            if left < min(LEAST, part.seconds):
+            remaining = until - time.monotonic()
+            if remaining < min(LEAST, part.seconds):
                 unfinished.append(f"{part.name}: not begun")
                 continue
             say(f"\n## {part.name}\n\n")
@@ -106,7 +106,7 @@ def run(commands: Sequence[Part], report: Path, *, seconds: float) -> int:
             process = subprocess.Popen(
                 part.command, cwd=REPOSITORY, env=environment, text=True, start_new_session=True, **pipes
             )
-            limit = min(left, part.seconds)
+            limit = min(remaining, part.seconds)
             timer = Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
             timer.start()
             assert process.stdout is not None
@@ -127,26 +127,26 @@ def shared_by_processes() -> Iterator[None]:
     """NVIDIA's multi-process service, where it starts: ranks on one GPU then run side by side, not in turns."""
     control = shutil.which("nvidia-cuda-mps-control")
     with tempfile.TemporaryDirectory(prefix="muonmesh-mps-") as folder:
-        told = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        started = control is not None and _started(control, told)
+        folders = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        started = control is not None and _started(control, folders)
         print(f"Multi-process service: {'on' if started else 'off'}.", flush=True)
         if started:
-            os.environ |= told
+            os.environ |= folders
         try:
             yield
         finally:
             if started:
                 assert control is not None
                 subprocess.run(
-                    [control], input="quit\n", text=True, env={**os.environ, **told}, timeout=30, check=False
+                    [control], input="quit\n", text=True, env={**os.environ, **folders}, timeout=30, check=False
                 )
-                for key in told:
+                for key in folders:
                     os.environ.pop(key, None)
 
 
-def _started(control: str, told: dict[str, str]) -> bool:
+def _started(control: str, folders: dict[str, str]) -> bool:
     """Start the service and look whether a process can use the GPU through it; if not, end it."""
-    environment = {**os.environ, **told}
+    environment = {**os.environ, **folders}
     probe = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').item()"]
     try:
         subprocess.run([control, "-d"], env=environment, timeout=20, check=True)

@@ -21,12 +21,12 @@ AMBIGUOUS = ("soap",)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_has_the_numbers_of_a_cpu(name: str) -> None:
     case = CASES[name]
-    found = steps(case, DEVICE)[0]
+    on_device = steps(case, DEVICE)[0]
     if name not in AMBIGUOUS:
-        assert differing(case, Found(found, [], set(), {})) == []
+        assert differing(case, Found(on_device, [], set(), {})) == []
         return
     numbers = stepping.expected(case)
-    for key, value in found.items():
+    for key, value in on_device.items():
         assert value.isfinite().all(), key
         if key.endswith(("momentum_buffer", "_gram")):
             torch.testing.assert_close(value, numbers[key], rtol=1e-4, atol=1e-5)

@@ -19,16 +19,16 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def rows() -> Iterator[dict[str, tuple[Row, Row | None]]]:
     """The figures so far; written in the end, also where a test has failed."""
-    found: dict[str, tuple[Row, Row | None]] = {}
-    yield found
+    row_pairs: dict[str, tuple[Row, Row | None]] = {}
+    yield row_pairs
     title = f"# Modelled and measured, one step\n\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
-    WRITTEN.write_text(title + table(found) + "\n")
-    print(f"\n{table(found)}\nWritten to {WRITTEN}.")
+    WRITTEN.write_text(title + table(row_pairs) + "\n")
+    print(f"\n{table(row_pairs)}\nWritten to {WRITTEN}.")
 
 
 def measured(case: Case) -> Row:
     """Launches by the profiler, peak memory by torch's allocator, the median time by events."""
-    optimizer = case.made(DEVICE)
+    optimizer = case.optimizer(DEVICE)
     for _ in range(3):
         case.step(optimizer)
     torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def test_a_step_takes_what_the_dry_run_says(name: str, rows: dict[str, tuple[Row
     """Time is written, not judged: the model's rates are those of an H100."""
     modelled = row(CASES[name].modelled())
     rows[name] = modelled, None
-    found = measured(CASES[name])
-    rows[name] = modelled, found
-    assert 0 < found.launches <= 1.25 * modelled.launches + 10
-    assert found.peak_mib <= 1.25 * modelled.peak_mib + 32
+    measured_row = measured(CASES[name])
+    rows[name] = modelled, measured_row
+    assert 0 < measured_row.launches <= 1.25 * modelled.launches + 10
+    assert measured_row.peak_mib <= 1.25 * modelled.peak_mib + 32

@@ -64,18 +64,18 @@ def test_megatron(device: str, case: str) -> None:
 def test_fsdp2_has_the_bits_of_one_process(device: str) -> None:
     """One rank holds whole parameters, so that the same kernels get the same input."""
     pytest.importorskip("transformers")
-    found = one_rank("tests.gpu.hosts:fsdp2", device)
-    assert all(math.isfinite(loss) for loss in found["losses"])
-    assert found["still"] == []
-    assert found["one process"] == {}
+    outcome = one_rank("tests.gpu.hosts:fsdp2", device)
+    assert all(math.isfinite(loss) for loss in outcome["losses"])
+    assert outcome["still"] == []
+    assert outcome["one process"] == {}
 
 
 @on_devices
 def test_fsdp2_resumes_from_a_checkpoint(device: str) -> None:
     pytest.importorskip("transformers")
-    found = one_rank("tests.gpu.hosts:fsdp2", device)
-    assert found["loss again"] == pytest.approx(found["losses"][2], rel=1e-3)
-    assert found["resumed"] == {}
+    outcome = one_rank("tests.gpu.hosts:fsdp2", device)
+    assert outcome["loss again"] == pytest.approx(outcome["losses"][2], rel=1e-3)
+    assert outcome["resumed"] == {}
 
 
 # ---------------------------------------------------------------- loops of one process
@@ -110,14 +110,14 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return {name: value.detach().clone() for name, value in found.items()}
+        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {name: value.detach().clone() for name, value in tensors.items()}
 
 
-def unlike(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in {**one, **other} if name not in one or not torch.equal(one[name], other[name])]
+def unlike(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in {**first, **other} if name not in first or not torch.equal(first[name], other[name])]
 
 
 @on_devices
@@ -195,8 +195,8 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
         optimizer.zero_grad()  # its memory is the next pass's
         losses.append(loss.detach())
     optimizer.finish()
-    found = {name: value.cpu() for name, value in snapshot(model, optimizer).items()}
-    return [float(loss) for loss in losses], found
+    weights = {name: value.cpu() for name, value in snapshot(model, optimizer).items()}
+    return [float(loss) for loss in losses], weights
 
 
 @on_devices
@@ -204,9 +204,9 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
 def test_state_on_the_host_in_a_training_loop(device: str, name: str) -> None:
     plain, again = trained(device, **DTYPES[name]), trained(device, **DTYPES[name])
     assert unlike(plain[1], again[1]) == [], "the backward pass itself has other bits at every run"
-    found = trained(device, **DTYPES[name], state_device="cpu")
-    assert found[0] == plain[0]
-    assert unlike(found[1], plain[1]) == []
+    with_state_on_host = trained(device, **DTYPES[name], state_device="cpu")
+    assert with_state_on_host[0] == plain[0]
+    assert unlike(with_state_on_host[1], plain[1]) == []
 
 
 # ---------------------------------------------------------------- QK-clip
@@ -239,14 +239,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, clip: mm.QKClip, backend: SDPBackend | None) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        self.kept = q.detach().double(), k.detach().double()
+        self.queries_and_keys = q.detach().double(), k.detach().double()
         with contextlib.nullcontext() if backend is None else sdpa_kernel(backend), clip.watching(self):
             result: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return result
 
     def largest(self) -> Tensor:
         """The largest logit of each head, in fp64."""
-        q, k = self.kept
+        q, k = self.queries_and_keys
         logits = q @ k.mT / math.sqrt(SIZE)
         later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return logits.masked_fill(later, -torch.inf).amax((0, 2, 3))
@@ -295,7 +295,7 @@ def test_qk_clip_of_transformers_on_its_default_attention(device: str) -> None:
     pytest.importorskip("transformers")
     from tests.gpu.hosts import llama, tokens
 
-    found, explained = {}, {}
+    logits, explained = {}, {}
     for attention in ("sdpa", "eager"):
         model = llama(device).train()
         model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -307,10 +307,10 @@ def test_qk_clip_of_transformers_on_its_default_attention(device: str) -> None:
         batch = tokens(0, device)
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
         optimizer.step()
-        found[attention] = torch.stack(list(clip.largest.values())).double()
+        logits[attention] = torch.stack(list(clip.largest.values())).double()
         explained[attention] = clip.explain()
     assert explained["sdpa"].count("bound, the kernel's log-sum-exp") == 2, explained["sdpa"]
     assert "exact" in explained["eager"]
-    slack = 1e-3 * (1 + found["eager"].abs())
-    assert bool((found["sdpa"] >= found["eager"] - slack).all()), found
-    assert bool((found["sdpa"] <= found["eager"] + math.log(32) + slack).all()), found
+    slack = 1e-3 * (1 + logits["eager"].abs())
+    assert bool((logits["sdpa"] >= logits["eager"] - slack).all()), logits
+    assert bool((logits["sdpa"] <= logits["eager"] + math.log(32) + slack).all()), logits

@@ -32,7 +32,7 @@ def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) 
     a = square.triu() + square.triu(1).mT
     s = torch.linspace(0.5, 2.0, batch, device=DEVICE)[:, None, None]
     xd, ad, sd = x.double(), a.double(), s.double()
-    found = {
+    results = {
         "gram": (matmuls.multiply(x, None, [], torch.empty_like(a), scale=s), sd * (xd @ xd.mT)),
         "polynomial": (
             matmuls.multiply(a, a, [(a, -2.5)], torch.empty_like(a), alpha=1.25),
@@ -46,7 +46,7 @@ def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) 
     }
     # One rounding of the result, and those of the sums in fp32, whose terms may cancel.
     half = 2**-8 if dtype == torch.bfloat16 else 2**-24
-    for name, (result, exact) in found.items():
+    for name, (result, exact) in results.items():
         beyond = ((result.double() - exact).abs() - half * exact.abs()).max()
         assert float(beyond) < 8 * 2**-24 * cols**0.5 * float(exact.abs().max()), name
         assert name in ("full", "apply") or torch.equal(result, result.mT), name
@@ -55,7 +55,7 @@ def test_products_against_fp64(shape: tuple[int, int, int], dtype: torch.dtype) 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_triton_is_as_accurate_as_torch_and_the_same_in_every_run(method: Literal["standard", "gram"]) -> None:
     x = random_on_device(4, 384, 768)
-    exact = torch.stack([polar(one.double(), list(coefficient_schedule("polar_express", 5))) for one in x])
+    exact = torch.stack([polar(matrix.double(), list(coefficient_schedule("polar_express", 5))) for matrix in x])
 
     def error(result: Tensor) -> float:
         return float((result.double() - exact).norm() / exact.norm())

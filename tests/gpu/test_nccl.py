@@ -128,7 +128,7 @@ def test_deepspeed(pools: Pools, device: str, stage: int) -> None:
 
 @on_devices
 def test_a_rank_that_is_late(pools: Pools, device: str) -> None:
-    same(pools, device, 4, on_ranks.late)
+    same(pools, device, 4, on_ranks.one_rank_late)
 
 
 @on_devices
@@ -137,9 +137,9 @@ def test_a_small_timeout(pools: Pools, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("what", ["setting", "gradient"])
-def test_what_is_wrong_on_one_rank_raises_on_all(pools: Pools, device: str, what: str) -> None:
-    outcomes = pools(device, 4).run_expecting_errors(on_ranks.raises, device, what, timeout=SECONDS)
+@pytest.mark.parametrize("mistake", ["setting", "gradient"])
+def test_what_is_wrong_on_one_rank_raises_on_all(pools: Pools, device: str, mistake: str) -> None:
+    outcomes = pools(device, 4).run_expecting_errors(on_ranks.raises, device, mistake, timeout=SECONDS)
     for outcome in outcomes:
         assert outcome.error in (mm.PlanError, TypeError), outcome
         assert "rank 3" in outcome.message or outcome.rank == 3, outcome.message
@@ -149,8 +149,8 @@ def test_what_is_wrong_on_one_rank_raises_on_all(pools: Pools, device: str, what
 @pytest.mark.parametrize("moment", ["before the flags", "before the gather"])
 def test_a_rank_that_dies_keeps_nobody_waiting(device: str, moment: deaths.Moment) -> None:
     """On a GPU torch's watchdog ends the others, or their step raises; nobody finishes the run without the rank."""
-    left = deaths.left_behind(moment, "killed", device=device, seconds=90.0)
-    assert sorted(left) == [0, 2]
-    for rank, said in left.items():
-        assert said.error, f"rank {rank} finished its steps without rank 1"
-        assert said.whole <= deaths.LAST_WHOLE + (moment != "before the flags")
+    reports = deaths.left_behind(moment, "killed", device=device, seconds=90.0)
+    assert sorted(reports) == [0, 2]
+    for rank, report in reports.items():
+        assert report.error, f"rank {rank} finished its steps without rank 1"
+        assert report.whole <= deaths.LAST_WHOLE + (moment != "before the flags")

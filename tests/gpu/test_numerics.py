@@ -74,8 +74,8 @@ def test_a_power_of_two_changes_no_bit(exponent: int, dtype: torch.dtype) -> Non
 def test_accuracy(shape: tuple[int, int], dtype: torch.dtype, method: Method, spectrum: str, bound: float) -> None:
     x = gaussian(*shape) if spectrum == "gaussian" else decaying_on_device(*shape)
     exact = polar(x.double(), list(coefficient_schedule("polar_express", 5)))
-    for given, expected in ((x, exact), (x.mT, exact.mT)):
-        result = mm.orthogonalize(given, steps=5, method=method, dtype=dtype).double()
+    for matrix, expected in ((x, exact), (x.mT, exact.mT)):
+        result = mm.orthogonalize(matrix, steps=5, method=method, dtype=dtype).double()
         error = (result - expected).norm() / expected.norm()
         assert error.item() < bound
         assert torch.linalg.matrix_norm(result, 2).item() < 1.15

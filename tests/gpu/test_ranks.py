@@ -44,32 +44,32 @@ def differing(layout: str, name: str) -> dict[str, float]:
     Scales of blocks in int8 lie where the blocks do, so they are not compared.
     """
     settings = SETTINGS[name]
-    one, many = step("local", **settings), step(layout, **settings)
-    alike = [key for key in one if name != "int8" or key in problem.PARAMETERS]
-    keys = problem.differing({key: one[key] for key in alike}, {key: many[key] for key in alike})
-    pairs = {key: (many[key].double(), one[key].double()) for key in keys}
+    alone, many = step("local", **settings), step(layout, **settings)
+    alike = [key for key in alone if name != "int8" or key in problem.PARAMETERS]
+    keys = problem.differing({key: alone[key] for key in alike}, {key: many[key] for key in alike})
+    pairs = {key: (many[key].double(), alone[key].double()) for key in keys}
     return {key: float((a - b).norm() / b.norm().clamp(min=1e-30)) for key, (a, b) in pairs.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(("ranks", "layout"), [*product((2, 4), problem.LAYOUTS), *product((4,), problem.TWO_DIMS)])
 def test_ranks_have_the_bits_of_one_process(workers, ranks: int, layout: str, name: str) -> None:
-    found = workers(ranks).run(differing, layout, name, timeout=120.0)
+    by_rank = workers(ranks).run(differing, layout, name, timeout=120.0)
     if name == "by torch, fp32":  # cuBLAS multiplies a batch otherwise than its matrices one by one
-        assert all(error < 1e-6 for some in found for error in some.values()), found
+        assert all(error < 1e-6 for errors in by_rank for error in errors.values()), by_rank
     else:
-        assert found == [{}] * ranks
+        assert by_rank == [{}] * ranks
 
 
-def of_nccl(rank: int, ranks: int, port: int, found: Any) -> None:
+def of_nccl(rank: int, ranks: int, port: int, results: Any) -> None:
     """What `differing` finds in each layout, by layout and tensor, with a GPU for each rank."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    told = {layout: differing(layout, "default") for layout in problem.LAYOUTS}
+    errors = {layout: differing(layout, "default") for layout in problem.LAYOUTS}
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, told)
+    dist.all_gather_object(everyone, errors)
     if rank == 0:
-        found.put(everyone)
+        results.put(everyone)
     dist.destroy_process_group()
 
 
@@ -78,6 +78,6 @@ def test_ranks_of_nccl_have_the_bits_of_one_process() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    found = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(of_nccl, (ranks, port, found), nprocs=ranks)  # type: ignore[no-untyped-call]
-    assert found.get() == [{layout: {} for layout in problem.LAYOUTS}] * ranks
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(of_nccl, (ranks, port, results), nprocs=ranks)  # type: ignore[no-untyped-call]
+    assert results.get() == [{layout: {} for layout in problem.LAYOUTS}] * ranks

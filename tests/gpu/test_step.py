@@ -58,8 +58,8 @@ def test_one_process_is_the_oracle(dtype: torch.dtype, of_parameter: float, of_u
         compute_dtype=dtype,
     )
     for name, start in problem.initial().items():
-        found = model.get_parameter(name).detach().cpu().double()
-        error = (found - expected[name]).norm()
+        weight = model.get_parameter(name).detach().cpu().double()
+        error = (weight - expected[name]).norm()
         assert error <= of_parameter * expected[name].norm(), name
         assert error <= of_update * (expected[name] - start.double()).norm(), name
 
@@ -100,13 +100,13 @@ def test_the_host_returns_while_the_device_is_busy() -> None:
     _, optimizer = warm()
     optimizer.step()
     torch.cuda.synchronize()
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # clock cycles: over a second
     begin = time.perf_counter()
     optimizer.step()
     took = time.perf_counter() - begin
-    done.record()
-    assert not done.query()  # type: ignore[no-untyped-call]
+    finished.record()
+    assert not finished.query()  # type: ignore[no-untyped-call]
     assert took < 1.0
     torch.cuda.synchronize()
 
@@ -126,12 +126,12 @@ def test_a_matrix_without_a_gradient_is_left_alone_without_asking_the_device() -
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for found, start in zip((alone["square"], momentum["square"]), before["square"], strict=True):
-        assert torch.equal(found, start)
-    for found, start in zip((alone["expert"], momentum["expert"]), before["expert"], strict=True):
-        assert torch.equal(found[2], start[2])
+    for tensor, start in zip((alone["square"], momentum["square"]), before["square"], strict=True):
+        assert torch.equal(tensor, start)
+    for tensor, start in zip((alone["expert"], momentum["expert"]), before["expert"], strict=True):
+        assert torch.equal(tensor[2], start[2])
         for other in (0, 1, 3, 4):
-            assert not torch.equal(found[other], start[other])
+            assert not torch.equal(tensor[other], start[other])
 
 
 def test_state_is_on_the_device_and_gradients_are_not_written() -> None:

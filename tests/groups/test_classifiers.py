@@ -54,13 +54,13 @@ def host(site: Site) -> Role | None:
 @pytest.fixture
 def registered() -> Iterator[list[Classifier]]:
     """Registers what is appended, for one test."""
-    some: list[Classifier] = [register(host)]
-    yield some
-    for classifier in some:
+    classifiers: list[Classifier] = [register(host)]
+    yield classifiers
+    for classifier in classifiers:
         unregister(classifier)
 
 
-def found(model: nn.Module, **options: object) -> dict[str, tuple[str, object, str]]:
+def assigned(model: nn.Module, **options: object) -> dict[str, tuple[str, object, str]]:
     groups = mm.split_params(model, **options)
     return {
         name: (group["name"], group.get("matrices", [None] * (i + 1))[i], group["reasons"][i])
@@ -71,22 +71,22 @@ def found(model: nn.Module, **options: object) -> dict[str, tuple[str, object, s
 
 def test_a_hosts_own_class_is_classified_by_its_classifier(registered: list[Classifier]) -> None:
     model = Model()
-    ours = found(model)
+    by_classifier = assigned(model)
     spec = ("interleaved", (12, 6, 6), 0)
-    assert ours["attention.linear_qkv"] == ("muon", spec, "host: q, k, v")
-    assert ours["attention.blob"] == ("muon", ("transposed", ("heads", 3, 0)), "host: experts")
-    assert ours["attention.temperature_table"] == ("adamw.embeddings", None, "host: a table")
-    assert ours["attention.projection_bias"] == ("adamw.vectors", None, "bias")
+    assert by_classifier["attention.linear_qkv"] == ("muon", spec, "host: q, k, v")
+    assert by_classifier["attention.blob"] == ("muon", ("transposed", ("heads", 3, 0)), "host: experts")
+    assert by_classifier["attention.temperature_table"] == ("adamw.embeddings", None, "host: a table")
+    assert by_classifier["attention.projection_bias"] == ("adamw.vectors", None, "bias")
     optimizer = mm.from_model(model)
-    told = {row.parameter: row.matrices for row in optimizer.explain().rows}
-    assert told["attention.linear_qkv"] == "24×8, 2 of 12×8"
-    assert told["attention.blob"] == "3 of 10×8"
+    matrices_of = {row.parameter: row.matrices for row in optimizer.explain().rows}
+    assert matrices_of["attention.linear_qkv"] == "24×8, 2 of 12×8"
+    assert matrices_of["attention.blob"] == "3 of 10×8"
 
 
 def test_what_the_classifier_does_not_know_stays_as_it_was(registered: list[Classifier]) -> None:
-    with_it = found(Model())
+    with_it = assigned(Model())
     unregister(host)
-    without = found(Model())
+    without = assigned(Model())
     register(host)
     changed = {name for name in with_it if with_it[name] != without[name]}
     assert changed == {"attention.linear_qkv", "attention.blob", "attention.temperature_table"}
@@ -94,9 +94,9 @@ def test_what_the_classifier_does_not_know_stays_as_it_was(registered: list[Clas
 
 
 def test_overrides_and_the_modules_own_word_win(registered: list[Classifier], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(Model(), overrides={"attention.blob": "adamw"})["attention.blob"][0] == "adamw.matrices"
+    assert assigned(Model(), overrides={"attention.blob": "adamw"})["attention.blob"][0] == "adamw.matrices"
     monkeypatch.setattr(FusedAttention, "muonmesh_matrices", {"linear_qkv": "whole"}, raising=False)
-    assert found(Model())["attention.linear_qkv"][1:] == ("whole", "muonmesh_matrices of FusedAttention")
+    assert assigned(Model())["attention.linear_qkv"][1:] == ("whole", "muonmesh_matrices of FusedAttention")
 
 
 def test_the_last_one_registered_is_asked_first(registered: list[Classifier]) -> None:
@@ -105,9 +105,9 @@ def test_the_last_one_registered_is_asked_first(registered: list[Classifier]) ->
 
     registered.append(register(later))
     assert register(later) is later  # once more changes nothing
-    ours = found(Model())
-    assert ours["attention.blob"][2] == "later"
-    assert ours["attention.linear_qkv"][2] == "host: q, k, v"
+    by_last = assigned(Model())
+    assert by_last["attention.blob"][2] == "later"
+    assert by_last["attention.linear_qkv"][2] == "host: q, k, v"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_answer_that_cannot_be_is_refused(
 
     registered.append(register(wrong))
     with pytest.raises(error, match=rf"^attention\.blob: {message}.*\. Correct the classifier"):
-        found(Model())
+        assigned(Model())
 
 
 def test_a_vector_for_muon_is_refused(registered: list[Classifier]) -> None:
@@ -140,7 +140,7 @@ def test_a_vector_for_muon_is_refused(registered: list[Classifier]) -> None:
 
     registered.append(register(wrong))
     with pytest.raises(ValueError, match=r"^attention\.projection_bias: found Muon .*needed two or more dims"):
-        found(Model())
+        assigned(Model())
 
 
 def test_what_is_no_function_or_was_never_registered_is_refused() -> None:

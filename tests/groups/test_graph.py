@@ -165,8 +165,8 @@ def gated(self: Any, x: Tensor) -> Tensor:
 
 
 def gated_alternating(self: Any, x: Tensor) -> Tensor:
-    both = self.fused(x)
-    out: Tensor = self.proj(F.silu(both[..., ::2]) * (both[..., 1::2] + 1))
+    fused = self.fused(x)
+    out: Tensor = self.proj(F.silu(fused[..., ::2]) * (fused[..., 1::2] + 1))
     return out
 
 
@@ -247,11 +247,11 @@ CUTS: dict[str, tuple[nn.Module, Any]] = {
 @pytest.mark.parametrize("kind", CUTS)
 def test_a_fused_weight_is_split_as_its_output_is_cut(kind: str) -> None:
     model, spec = CUTS[kind]
-    found = roles(model, IDS)
-    assert found[FUSED] == found[FUSED.replace("1", "0")] == spec
-    assert found["blocks.1.proj.weight"] == "whole"
-    assert found["out.weight"] == HEAD
-    assert found.get("blocks.1.conv.weight", ADAMW) in (ADAMW, ("flatten", ("rows", 16, 16, 16)))
+    placed = roles(model, IDS)
+    assert placed[FUSED] == placed[FUSED.replace("1", "0")] == spec
+    assert placed["blocks.1.proj.weight"] == "whole"
+    assert placed["out.weight"] == HEAD
+    assert placed.get("blocks.1.conv.weight", ADAMW) in (ADAMW, ("flatten", ("rows", 16, 16, 16)))
     parts = len(split(torch.arange(model.get_parameter(FUSED).numel()).view(-1, 16), spec))
     assert f"a forward cuts its output into {parts} parts" in reason_by_example(model, IDS, FUSED)
 
@@ -307,9 +307,9 @@ def test_features_that_are_copied_into_a_state_are_cut_all_the_same() -> None:
         return self.out(x + self.proj(attention(*qkv.chunk(3, -1)))), state
 
     layers = {"fused": nn.Linear(16, 48), "proj": nn.Linear(16, 16), "out": nn.Linear(16, 9)}
-    found = roles(Calls(forward, embed=nn.Embedding(9, 16), **layers), IDS)
-    assert found["fused.weight"] == ("rows", 16, 16, 16)
-    assert found["out.weight"] == HEAD
+    placed = roles(Calls(forward, embed=nn.Embedding(9, 16), **layers), IDS)
+    assert placed["fused.weight"] == ("rows", 16, 16, 16)
+    assert placed["out.weight"] == HEAD
 
 
 @pytest.mark.parametrize("kind", WHOLE)
@@ -376,12 +376,12 @@ def test_the_modulation_of_a_diffusion_transformer() -> None:
 
     patches, labels = nn.Conv2d(4, 16, 2, 2), nn.Embedding(5, 16)
     model = Calls(forward, patches=patches, labels=labels, blocks=nn.ModuleList([Block(), Block()]), final=Final())
-    found = roles(model, (torch.randn(2, 4, 8, 8), torch.tensor([1, 2])))
-    assert found["blocks.1.modulation.1.weight"] == ("rows", *[16] * 6)
-    assert found["final.modulation.1.weight"] == ("rows", 16, 16)
-    assert found["blocks.0.qkv.weight"] == ("rows", 16, 16, 16)
-    assert found["final.linear.weight"] == HEAD
-    assert found["patches.weight"] == found["labels.weight"] == INPUT
+    placed = roles(model, (torch.randn(2, 4, 8, 8), torch.tensor([1, 2])))
+    assert placed["blocks.1.modulation.1.weight"] == ("rows", *[16] * 6)
+    assert placed["final.modulation.1.weight"] == ("rows", 16, 16)
+    assert placed["blocks.0.qkv.weight"] == ("rows", 16, 16, 16)
+    assert placed["final.linear.weight"] == HEAD
+    assert placed["patches.weight"] == placed["labels.weight"] == INPUT
 
 
 def test_the_gates_of_a_recurrent_cell_of_ones_own() -> None:
@@ -397,9 +397,9 @@ def test_the_gates_of_a_recurrent_cell_of_ones_own() -> None:
 
     gates = {"of_input": nn.Linear(16, 64), "of_state": nn.Linear(16, 64, bias=False)}
     model = Calls(forward, embed=nn.Embedding(9, 16), **gates, out=nn.Linear(16, 3))
-    found = roles(model, IDS)
-    assert found["of_input.weight"] == found["of_state.weight"] == ("rows", 16, 16, 16, 16)
-    assert found["out.weight"] == HEAD
+    placed = roles(model, IDS)
+    assert placed["of_input.weight"] == placed["of_state.weight"] == ("rows", 16, 16, 16, 16)
+    assert placed["out.weight"] == HEAD
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_the_gates_of_a_recurrent_cell_of_ones_own() -> None:
 BODY = {"body": nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())}
 
 
-def both(a: str, b: str) -> Callable[..., Any]:
+def added_outputs(a: str, b: str) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Any:
         h = self.body(x)
         return getattr(self, a)(h), getattr(self, b)(h)
@@ -425,44 +425,44 @@ TWO_HEADS: dict[str, tuple[nn.Module, nn.Module]] = {
 
 @pytest.mark.parametrize("kind", TWO_HEADS)
 def test_of_two_heads_each_is_an_output_layer(kind: str) -> None:
-    one, other = TWO_HEADS[kind]
-    model = Calls(both("one", "other"), **BODY, one=one, other=other)
-    found = roles(model, (torch.randn(5, 8),))
-    last = [name for name in found if name.startswith("other")][-1]
-    assert found["one.weight"] == found[last] == HEAD
-    assert found["body.0.weight"] == INPUT
-    assert found["body.2.weight"] == "whole"
+    first, other = TWO_HEADS[kind]
+    model = Calls(added_outputs("one", "other"), **BODY, one=first, other=other)
+    placed = roles(model, (torch.randn(5, 8),))
+    last = [name for name in placed if name.startswith("other")][-1]
+    assert placed["one.weight"] == placed[last] == HEAD
+    assert placed["body.0.weight"] == INPUT
+    assert placed["body.2.weight"] == "whole"
     if last != "other.weight":
-        assert found["other.0.weight"] == "whole"
+        assert placed["other.0.weight"] == "whole"
 
 
 def test_heads_of_a_loss() -> None:
-    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 10), other=nn.Linear(32, 10))
+    model = Calls(added_outputs("one", "other"), **BODY, one=nn.Linear(32, 10), other=nn.Linear(32, 10))
     x, y = torch.randn(5, 8), torch.arange(5)
 
     def loss() -> Tensor:
-        one, other = model(x)
-        return F.cross_entropy(one, y) + 0.3 * F.cross_entropy(other, y) + 1e-3 * one.logsumexp(-1).square().mean()
+        first, other = model(x)
+        return F.cross_entropy(first, y) + 0.3 * F.cross_entropy(other, y) + 1e-3 * first.logsumexp(-1).square().mean()
 
-    found = roles(model, loss)
-    assert found["one.weight"] == found["other.weight"] == HEAD
-    assert found["body.0.weight"] == INPUT
+    placed = roles(model, loss)
+    assert placed["one.weight"] == placed["other.weight"] == HEAD
+    assert placed["body.0.weight"] == INPUT
 
 
 def test_states_among_the_outputs_are_no_results() -> None:
     def forward(self: Any, ids: Tensor) -> dict[str, Any]:
         x = states = self.embed(ids)
-        kept = []
+        hidden_states = []
         for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
-            kept.append((k(x), v(x)))
-            x = x + o(attention(q(x), *kept[-1]))
-        return {"logits": self.out(x), "past": kept, "encoder_states": states, "hidden": (x,)}
+            hidden_states.append((k(x), v(x)))
+            x = x + o(attention(q(x), *hidden_states[-1]))
+        return {"logits": self.out(x), "past": hidden_states, "encoder_states": states, "hidden": (x,)}
 
     lists = {name: nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for name in "qkvo"}
     model = Calls(forward, embed=nn.Embedding(9, 16), **lists, out=nn.Linear(16, 9))
-    found = roles(model, IDS)
-    assert {name for name, role in found.items() if role == HEAD} == {"out.weight"}
-    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+    placed = roles(model, IDS)
+    assert {name for name, role in placed.items() if role == HEAD} == {"out.weight"}
+    assert {placed[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
 
 
 def test_a_state_among_the_outputs_is_no_result_though_its_layer_is_registered_last() -> None:
@@ -481,10 +481,10 @@ def test_the_adaptive_softmax_of_torch() -> None:
 
     adaptive = nn.AdaptiveLogSoftmaxWithLoss(16, 9, [3, 6])
     model = Calls(forward, embed=nn.Embedding(9, 16), mix=nn.Linear(16, 16), adaptive=adaptive)
-    found = roles(model, IDS)
+    placed = roles(model, IDS)
     last = {"adaptive.head.weight", "adaptive.tail.0.1.weight", "adaptive.tail.1.1.weight"}
-    assert {name for name, role in found.items() if role == HEAD} == last
-    assert found["adaptive.tail.0.0.weight"] == found["mix.weight"] == "whole"
+    assert {name for name, role in placed.items() if role == HEAD} == last
+    assert placed["adaptive.tail.0.0.weight"] == placed["mix.weight"] == "whole"
 
 
 def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
@@ -498,11 +498,11 @@ def test_an_autoencoder_whose_decoder_is_not_registered_last() -> None:
 
     ends = {"quantize": nn.Conv2d(8, 8, 1), "unquantize": nn.Conv2d(4, 4, 1)}
     model = Calls(forward, encoder=part(3, 16, 16, 8), decoder=part(4, 16, 16, 3), **ends)
-    found = roles(model, (torch.randn(2, 3, 8, 8),))
-    assert found["encoder.0.weight"] == INPUT
-    assert found["decoder.2.weight"] == HEAD
-    assert found["quantize.weight"] == ("flatten", ("rows", 4, 4))
-    assert found["unquantize.weight"] == found["decoder.0.weight"] == "flatten"
+    placed = roles(model, (torch.randn(2, 3, 8, 8),))
+    assert placed["encoder.0.weight"] == INPUT
+    assert placed["decoder.2.weight"] == HEAD
+    assert placed["quantize.weight"] == ("flatten", ("rows", 4, 4))
+    assert placed["unquantize.weight"] == placed["decoder.0.weight"] == "flatten"
 
 
 def test_keys_of_a_text_that_each_block_reads_are_no_input_layers() -> None:
@@ -515,17 +515,17 @@ def test_keys_of_a_text_that_each_block_reads_are_no_input_layers() -> None:
 
     lists = {name: nn.ModuleList(nn.Linear(6 if name in "kv" else 16, 16) for _ in range(2)) for name in "qkvo"}
     model = Calls(forward, stem=nn.Linear(3, 16), **lists, out=nn.Linear(16, 3))
-    found = roles(model, (torch.randn(2, 5, 3), torch.randn(2, 7, 6)))
-    assert {found[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
-    assert found["stem.weight"] == INPUT
+    placed = roles(model, (torch.randn(2, 5, 3), torch.randn(2, 7, 6)))
+    assert {placed[f"{name}.{i}.weight"] for name in lists for i in range(2)} == {"whole"}
+    assert placed["stem.weight"] == INPUT
 
 
 def test_blocks_without_ends_stay_blocks() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    found = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
-    assert HEAD not in found.values()
-    assert INPUT not in found.values()
-    assert found["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
+    placed = roles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (torch.randn(2, 5, 16),))
+    assert HEAD not in placed.values()
+    assert INPUT not in placed.values()
+    assert placed["layers.0.self_attn.in_proj_weight"] == ("rows", 16, 16, 16)
 
 
 class Parallel(nn.Module):
@@ -547,15 +547,15 @@ def test_a_stage_between_others_has_no_ends(blocks: int) -> None:
     """Its blocks read inputs and make outputs, but both are the stream to which they add."""
     stage = Calls(lambda self, x: self.norm(nn.Sequential(*self.blocks)(x)), norm=nn.LayerNorm(16))
     stage.blocks = nn.ModuleList(Parallel() for _ in range(blocks))
-    found = roles(stage, (torch.randn(2, 5, 16),))
-    assert set(found.values()) == {"whole"}
+    placed = roles(stage, (torch.randn(2, 5, 16),))
+    assert set(placed.values()) == {"whole"}
 
 
 def test_frozen_layers_are_no_inputs() -> None:
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
     layers[0].requires_grad_(False)
-    found = roles(nn.Sequential(*layers), (torch.randn(2, 8),))
-    assert found == {"2.weight": "whole", "4.weight": HEAD}
+    placed = roles(nn.Sequential(*layers), (torch.randn(2, 8),))
+    assert placed == {"2.weight": "whole", "4.weight": HEAD}
     assert [p.requires_grad for p in layers[0].parameters()] == [False, False]
 
 
@@ -568,8 +568,8 @@ def test_what_a_teacher_makes_without_gradients_is_no_input_layer_for_sure() -> 
 
     teacher = nn.Linear(8, 16).requires_grad_(False)
     layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
-    found = roles(Calls(forward, teacher=teacher, **layers), (torch.randn(2, 8),))
-    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+    placed = roles(Calls(forward, teacher=teacher, **layers), (torch.randn(2, 8),))
+    assert placed == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
 
 
 @pytest.mark.parametrize("steps", [[1.0, 2.0], [1, 2]])
@@ -585,8 +585,8 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
 
     model = Calls(forward, stem=nn.Linear(8, 16), time=nn.Linear(8, 16), out=nn.Linear(16, 3))
     example: Any = (torch.randn(2, 8), torch.tensor(steps))
-    found = roles(model, (lambda: model(*example).sum()) if function else example)
-    assert found == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
+    placed = roles(model, (lambda: model(*example).sum()) if function else example)
+    assert placed == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
 
 
 def test_a_layer_that_reads_tokens_by_one_hot_is_an_input_layer() -> None:
@@ -604,8 +604,8 @@ def test_positions_that_are_added_to_inputs_leave_the_next_layer_an_input_layer(
         return out
 
     layers = {"first": nn.Linear(6, 16), "mid": nn.Linear(16, 16), "out": nn.Linear(16, 3)}
-    found = roles(Calls(forward, where=nn.Parameter(torch.randn(5, 6)), **layers), (torch.randn(2, 5, 6),))
-    assert found == {"where": INPUT, "first.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
+    placed = roles(Calls(forward, where=nn.Parameter(torch.randn(5, 6)), **layers), (torch.randn(2, 5, 6),))
+    assert placed == {"where": INPUT, "first.weight": INPUT, "mid.weight": "whole", "out.weight": HEAD}
 
 
 def test_learned_queries_are_a_table_and_the_layer_that_reads_them_is_hidden() -> None:
@@ -618,9 +618,9 @@ def test_learned_queries_are_a_table_and_the_layer_that_reads_them_is_hidden() -
 
     layers = {name: nn.Linear(16, 16) for name in "qkv"}
     asks = nn.Parameter(torch.randn(1, 4, 16))
-    found = roles(Calls(forward, embed=nn.Embedding(9, 16), asks=asks, out=nn.Linear(16, 9), **layers), IDS)
+    placed = roles(Calls(forward, embed=nn.Embedding(9, 16), asks=asks, out=nn.Linear(16, 9), **layers), IDS)
     hidden = {f"{name}.weight": "whole" for name in "qkv"}
-    assert found == {"asks": INPUT, "embed.weight": INPUT, "out.weight": HEAD} | hidden
+    assert placed == {"asks": INPUT, "embed.weight": INPUT, "out.weight": HEAD} | hidden
 
 
 def test_a_layer_that_reads_rows_of_inputs_by_index_is_an_input_layer() -> None:
@@ -642,8 +642,8 @@ def test_a_layer_that_reads_fixed_numbers_is_no_input_layer_for_sure() -> None:
         return out
 
     layers = {"student": nn.Linear(8, 16), "reads": nn.Linear(8, 16), "out": nn.Linear(16, 3)}
-    found = roles(Calls(forward, scale=nn.Parameter(torch.ones(8)), **layers), (torch.randn(2, 8),))
-    assert found == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
+    placed = roles(Calls(forward, scale=nn.Parameter(torch.ones(8)), **layers), (torch.randn(2, 8),))
+    assert placed == {"student.weight": INPUT, "reads.weight": "whole", "out.weight": HEAD}
 
 
 def test_a_layer_behind_what_the_graph_hides_is_no_input_layer_for_sure() -> None:
@@ -660,11 +660,11 @@ def test_stages_of_a_pipeline_take_the_ends_of_the_whole_model() -> None:
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
     whole = nn.Sequential(*layers)
     groups = mm.split_params(whole, example=(torch.randn(2, 8),))
-    for stage, kept in ((whole[:3], ["2.weight"]), (whole[3:], ["4.weight"])):
+    for stage, muon_weights in ((whole[:3], ["2.weight"]), (whole[3:], ["4.weight"])):
         named = nn.Module()
-        for name, module in zip(range(3) if kept == ["2.weight"] else range(3, 7), stage, strict=True):
+        for name, module in zip(range(3) if muon_weights == ["2.weight"] else range(3, 7), stage, strict=True):
             named.add_module(str(name), module)
-        assert groups.held_by(named)[0]["param_names"] == kept
+        assert groups.held_by(named)[0]["param_names"] == muon_weights
 
 
 def test_several_losses_and_what_is_used_in_another_phase() -> None:
@@ -679,14 +679,14 @@ def test_several_losses_and_what_is_used_in_another_phase() -> None:
     sizes = {"read": (8, 16), "make": (16, 8), "see": (8, 16), "judge": (16, 4)}
     model = Calls(forward, **{name: nn.Linear(*size) for name, size in sizes.items()})
     x = torch.randn(2, 8)
-    found = roles(model, (x,))
-    assert found == {"read.weight": INPUT, "make.weight": "whole", "see.weight": "whole", "judge.weight": HEAD}
+    placed = roles(model, (x,))
+    assert placed == {"read.weight": INPUT, "make.weight": "whole", "see.weight": "whole", "judge.weight": HEAD}
     model.eval()
     groups = mm.split_params(model, example=(x,))
-    where = {name: (g["name"], g["reasons"][i]) for g in groups for i, name in enumerate(g["param_names"])}
-    assert where["make.weight"][0] == HEAD
-    assert where["see.weight"][0] == "muon"
-    assert "does not show it" in where["see.weight"][1]
+    group_and_reason = {name: (g["name"], g["reasons"][i]) for g in groups for i, name in enumerate(g["param_names"])}
+    assert group_and_reason["make.weight"][0] == HEAD
+    assert group_and_reason["see.weight"][0] == "muon"
+    assert "does not show it" in group_and_reason["see.weight"][1]
 
 
 class Swish(torch.autograd.Function):
@@ -726,8 +726,10 @@ class GPT2Attention(Calls):
 
 def by_indices(self: Any, x: Tensor) -> Tensor:
     """Only the first cut is one that a graph shows."""
-    q, both = self.c_attn(x).split([16, 32], dim=-1)
-    out: Tensor = self.proj(attention(q, both[..., list(range(16))], both[..., list(range(16, 32))]))
+    q, query_and_rest = self.c_attn(x).split([16, 32], dim=-1)
+    out: Tensor = self.proj(
+        attention(q, query_and_rest[..., list(range(16))], query_and_rest[..., list(range(16, 32))])
+    )
     return out
 
 
@@ -746,11 +748,11 @@ def test_parts_that_a_graph_hides_are_not_taken_from_a_known_class(forward: Any,
     attends = GPT2Attention(forward, **layers)
     model = Calls(lambda self, x: self.out(self.a(self.embed(x))), embed=nn.Embedding(9, 16), a=attends)
     model.out = nn.Linear(16, 9)
-    seen = facts_of_example(model, IDS)
-    assert seen[id(layers["proj"].weight)].cut == "whole"
-    assert not seen[id(layers["proj"].weight)].hidden
-    assert seen[id(layers["c_attn"].weight)].cut == cut
-    assert seen[id(layers["c_attn"].weight)].hidden
+    facts = facts_of_example(model, IDS)
+    assert facts[id(layers["proj"].weight)].cut == "whole"
+    assert not facts[id(layers["proj"].weight)].hidden
+    assert facts[id(layers["c_attn"].weight)].cut == cut
+    assert facts[id(layers["c_attn"].weight)].hidden
     assert roles(model, IDS)["a.c_attn.weight"] == ("rows", 16, 16, 16)
 
 
@@ -781,8 +783,8 @@ def test_indices_that_pick_tokens_hide_nothing() -> None:
         return out
 
     model = cut_of(16, forward)
-    seen = facts_of_example(model, IDS)[id(model.get_parameter(FUSED))]
-    assert (seen.cut, seen.hidden) == ("whole", False)
+    facts = facts_of_example(model, IDS)[id(model.get_parameter(FUSED))]
+    assert (facts.cut, facts.hidden) == ("whole", False)
 
 
 class Product(torch.autograd.Function):
@@ -812,8 +814,8 @@ def test_experts_whose_kernel_takes_bf16_alone_on_meta() -> None:
     settings |= {"num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 64}
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
-    found = roles(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
-    assert found["model.layers.0.mlp.experts.gate_up_proj"] == ("stack", ("rows", 48, 48))
+    placed = roles(model, {"input_ids": torch.ones(1, 8, dtype=torch.int64)})
+    assert placed["model.layers.0.mlp.experts.gate_up_proj"] == ("stack", ("rows", 48, 48))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -839,8 +841,8 @@ def test_a_function_that_calls_compiled_blocks() -> None:
     model = cut_of(32, gqa_by_group)
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(backend=backend)
-    seen = facts_of_example(model, lambda: model(*IDS).sum())
-    assert seen[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
+    facts = facts_of_example(model, lambda: model(*IDS).sum())
+    assert facts[id(model.get_parameter(FUSED))].cut == ("interleaved", (8, 4, 4), 0)
     assert compiled == []
 
 
@@ -862,8 +864,8 @@ def test_attention_of_torch_by_its_function(keys: str) -> None:
 def old_weight_norm(layer: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        found: nn.Module = nn.utils.weight_norm(layer)
-    return found
+        normed: nn.Module = nn.utils.weight_norm(layer)
+    return normed
 
 
 MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -886,10 +888,10 @@ def test_a_parameter_that_makes_a_weight_is_adamws(kind: str, convolution: bool)
         layers = [nn.Linear(3, 16), hidden, nn.ReLU(), nn.Linear(16, 5)]
     MADE[kind](hidden)
     example = (torch.randn(2, 3, 12) if convolution else torch.randn(2, 3),)
-    found = roles(nn.Sequential(*layers), example)
-    assert {role for name, role in found.items() if name.startswith("1.")} <= {ADAMW, VECTOR}
-    assert found["0.weight"] == INPUT
-    assert found["3.weight"] == HEAD
+    placed = roles(nn.Sequential(*layers), example)
+    assert {role for name, role in placed.items() if name.startswith("1.")} <= {ADAMW, VECTOR}
+    assert placed["0.weight"] == INPUT
+    assert placed["3.weight"] == HEAD
 
 
 @pytest.mark.parametrize("names", [("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_a", "lora_b")])
@@ -900,8 +902,8 @@ def test_a_low_rank_pair_beside_a_layer_is_adamws(names: tuple[str, str]) -> Non
         return F.relu(out)
 
     pair = {names[0]: nn.Linear(16, 4, bias=False), names[1]: nn.Linear(4, 16, bias=False)}
-    found = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
-    assert {found[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
+    placed = roles(tokens(forward, base=nn.Linear(16, 16).requires_grad_(False), **pair), IDS)
+    assert {placed[f"blocks.{i}.{name}.weight"] for i in range(2) for name in names} == {ADAMW}
 
 
 def test_numbers_that_are_read_as_complex_are_adamws() -> None:
@@ -913,8 +915,8 @@ def test_numbers_that_are_read_as_complex_are_adamws() -> None:
         out: Tensor = self.proj(torch.fft.irfft(mixed, n=16))
         return out
 
-    found = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
-    assert found["blocks.0.pairs"] == ADAMW
+    placed = roles(tokens(forward, pairs=nn.Parameter(torch.randn(9, 9, 2)), proj=nn.Linear(16, 16)), IDS)
+    assert placed["blocks.0.pairs"] == ADAMW
 
 
 class Bare(nn.Module):
@@ -946,8 +948,8 @@ class Bare(nn.Module):
 
 
 def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
-    found = roles(Bare(), IDS)
-    assert found == {
+    placed = roles(Bare(), IDS)
+    assert placed == {
         "words": INPUT,
         "w_in": ("transposed", ("rows", 32, 32)),
         "w_out": "whole",
@@ -964,15 +966,17 @@ def test_bare_parameters_are_what_a_forward_does_with_them() -> None:
 def test_experts_one_after_the_other_whose_tokens_are_joined_before_the_cut() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1).split([4, 6])
-        both = torch.cat([F.linear(some, self.up[i]) for i, some in enumerate(tokens)])
-        gate, up = both.chunk(2, -1)
-        done = (F.silu(gate) * up).split([4, 6])
-        return torch.cat([F.linear(some, self.down[i]) for i, some in enumerate(done)]).view(x.shape)
+        joined = torch.cat([F.linear(expert_tokens, self.up[i]) for i, expert_tokens in enumerate(tokens)])
+        gate, up = joined.chunk(2, -1)
+        activations = (F.silu(gate) * up).split([4, 6])
+        return torch.cat([F.linear(expert_tokens, self.down[i]) for i, expert_tokens in enumerate(activations)]).view(
+            x.shape
+        )
 
     experts = {"up": nn.Parameter(torch.randn(2, 48, 16)), "down": nn.Parameter(torch.randn(2, 16, 24))}
-    found = roles(tokens(forward, **experts), IDS)
-    assert found["blocks.0.up"] == ("stack", ("rows", 24, 24))
-    assert found["blocks.0.down"] == "stack"
+    placed = roles(tokens(forward, **experts), IDS)
+    assert placed["blocks.0.up"] == ("stack", ("rows", 24, 24))
+    assert placed["blocks.0.down"] == "stack"
 
 
 def test_a_tied_table_and_a_shared_layer() -> None:
@@ -1010,8 +1014,8 @@ class Noisy(nn.Module):
         self.calls.append(x.device.type)
         self.count += 1
         self.norm.eval()
-        found: Tensor = self.b(F.dropout(self.norm(self.a(x))))
-        return found
+        output: Tensor = self.b(F.dropout(self.norm(self.a(x))))
+        return output
 
 
 @pytest.mark.parametrize("function", [False, True])
@@ -1020,8 +1024,8 @@ def test_a_model_is_left_as_it_was(function: bool) -> None:
     model.a.weight.grad = torch.ones_like(model.a.weight)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     buffer, state = model.count, torch.random.get_rng_state()
-    found = roles(model, (lambda: model(x)) if function else (x,))
-    assert found == {"a.weight": INPUT, "b.weight": HEAD}
+    placed = roles(model, (lambda: model(x)) if function else (x,))
+    assert placed == {"a.weight": INPUT, "b.weight": HEAD}
     assert model.calls == (["cpu"] if function else [])  # a copy on meta has run
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.count is buffer
@@ -1073,8 +1077,8 @@ def test_a_list_with_gaps_and_complex_weights() -> None:
     weights = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
     model = Calls(forward, layers=layers, weights=weights, out=nn.Linear(16, 3))
     example = (torch.randn(2, 8),)
-    found = roles(model, example)
-    assert found == {"layers.0.1.weight": INPUT, "layers.1.1.weight": "whole", "weights": ADAMW, "out.weight": HEAD}
+    placed = roles(model, example)
+    assert placed == {"layers.0.1.weight": INPUT, "layers.1.1.weight": "whole", "weights": ADAMW, "out.weight": HEAD}
     optimizer = mm.from_model(model, example=example)
     before = weights.detach().clone()
     model(*example).square().mean().backward()
@@ -1131,49 +1135,49 @@ WAYS: dict[str, tuple[Callable[[nn.Module, DeviceMesh], nn.Module], tuple[int, i
 }
 
 
-def _roles_of_ranks(way: str) -> tuple[Any, list[str], list[str], bool]:
+def _roles_of_ranks(kind: str) -> tuple[Any, list[str], list[str], bool]:
     """The roles of a model before it is distributed, what the first step says of them then, and errors of examples."""
-    distribute, sizes, _ = WAYS[way]
+    distribute, sizes, _ = WAYS[kind]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
     model = cut_of(48, by_head_size)
-    groups, found = mm.split_params(model, example=IDS), roles(model, IDS)
+    groups, placed = mm.split_params(model, example=IDS), roles(model, IDS)
     model = distribute(model, mesh)
     errors = []
     for example in (IDS, lambda: model(*IDS).sum()):
         try:
-            assert roles(model, example) == found
+            assert roles(model, example) == placed
         except ValueError as error:
             errors.append(str(error))
-    held = groups.held_by(model)
+    holders = groups.held_by(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = mm.Muon(held, process_group="world" if way == "replicated" else None)
+    optimizer = mm.Muon(holders, process_group="world" if kind == "replicated" else None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(*IDS).square().mean().backward()
         optimizer.step()
     moved = not any(torch.equal(before[name], p) for name, p in model.named_parameters() if p.dim() > 1)
-    return found, [told for each in caught if "forward" in (told := str(each.message))], errors, moved
+    return placed, [text for warning in caught if "forward" in (text := str(warning.message))], errors, moved
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_distributed_model_has_the_roles_that_it_had_before(way: str, workers: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_distributed_model_has_the_roles_that_it_had_before(kind: str, workers: Callable[[int], Pool]) -> None:
     expected = {"embed.weight": INPUT, "out.weight": HEAD}
     for i in range(2):
         expected |= {f"blocks.{i}.fused.weight": ("rows", 16, 16, 16), f"blocks.{i}.proj.weight": "whole"}
-    for found, told, errors, moved in workers(2).run(_roles_of_ranks, way):
-        assert found == expected
+    for placed, texts, errors, moved in workers(2).run(_roles_of_ranks, kind):
+        assert placed == expected
         assert moved
-        if way == "replicated":
+        if kind == "replicated":
             assert errors == []
         else:
             assert len(errors) == 2
             assert all("found example= for a model that is sharded: this process has a part of" in e for e in errors)
             assert all("groups.held_by(model)" in e for e in errors)
-        if WAYS[way][2] == ("rows", 16, 16, 16):
-            assert told == []
+        if WAYS[kind][2] == ("rows", 16, 16, 16):
+            assert texts == []
         else:  # each rank cuts its own rows, as only the distributed model shows
-            assert len(told) == 1
-            assert '"matrices": ("interleaved", 3, 0, 8)' in told[0]
+            assert len(texts) == 1
+            assert '"matrices": ("interleaved", 3, 0, 8)' in texts[0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -1186,8 +1190,8 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
         return out
 
     blocks = nn.ModuleList(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)) for _ in range(2))
-    found = roles(Calls(forward, a=nn.Linear(8, 16), blocks=blocks, b=nn.Linear(16, 3)), (torch.randn(2, 8),))
-    assert found == {"a.weight": INPUT, "blocks.0.1.weight": "whole", "blocks.1.1.weight": "whole", "b.weight": HEAD}
+    placed = roles(Calls(forward, a=nn.Linear(8, 16), blocks=blocks, b=nn.Linear(16, 3)), (torch.randn(2, 8),))
+    assert placed == {"a.weight": INPUT, "blocks.0.1.weight": "whole", "blocks.1.1.weight": "whole", "b.weight": HEAD}
 
 
 @pytest.mark.parametrize(
@@ -1207,7 +1211,7 @@ def test_wrong_examples(example: Any, error: type[Exception], message: str) -> N
 
 
 def test_from_model_takes_an_example_and_explains_it() -> None:
-    model = Calls(both("one", "other"), **BODY, one=nn.Linear(32, 4), other=nn.Linear(32, 1))
+    model = Calls(added_outputs("one", "other"), **BODY, one=nn.Linear(32, 4), other=nn.Linear(32, 1))
     optimizer = mm.from_model(model, example=(torch.randn(5, 8),))
     assert "in a forward, no other layer reads what it makes" in str(optimizer.explain())
     assert "in a forward, it reads the model's inputs" in str(optimizer.explain())
@@ -1248,14 +1252,14 @@ def test_a_model_is_left_as_it_was_whatever_its_buffers_are(
     before, gradient = model.cache.clone(), model.b.weight.grad
 
     def loss() -> Tensor:
-        found: Tensor = model(torch.randn(2, 8)).sum()
-        found.backward()
+        total: Tensor = model(torch.randn(2, 8)).sum()
+        total.backward()
         model.zero_grad()
         if fails:
             raise ArithmeticError("none of yours")
-        found = model(torch.randn(2, 8)).sum()
-        found.backward(retain_graph=True)
-        return found
+        total = model(torch.randn(2, 8)).sum()
+        total.backward(retain_graph=True)
+        return total
 
     if fails:
         with pytest.raises(ValueError, match="forward raises ArithmeticError: none of yours"):
@@ -1274,9 +1278,9 @@ def test_an_example_and_outputs_may_be_anything() -> None:
 
     def forward(model: Any, numbers: Tensor, x: Tensor) -> Any:
         numbers.add_(1)
-        found: dict[str, Any] = {"loss": model.b(model.a(x) * float(numbers.sum().item()))}
-        found["self"] = found
-        return found
+        outputs: dict[str, Any] = {"loss": model.b(model.a(x) * float(numbers.sum().item()))}
+        outputs["self"] = outputs
+        return outputs
 
     model, numbers = Calls(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 3)), torch.zeros(3, dtype=torch.int64)
     mm.split_params(model, example=(numbers, torch.randn(2, 8)))

@@ -94,8 +94,8 @@ def inputs(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 def ran(model: nn.Module, shapes: dict[str, tuple[int, ...]], results: tuple[str, ...]) -> Flow:
     with torch.device("meta"), numbers_on_meta():
-        found = model(**inputs(shapes))
-    return flow(model, [found[name] for name in results])
+        outputs = model(**inputs(shapes))
+    return flow(model, [outputs[name] for name in results])
 
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case[0])
@@ -103,14 +103,16 @@ def test_first_and_last_layers_are_adamws_and_no_others(case: tuple[Any, ...]) -
     name, settings, shapes, results = case
     model = small(name, **settings)
     with numbers_on_meta():
-        found = placed(split_params(model, example=inputs(shapes)))
-    seen = ran(model, shapes, results)
-    assert seen.first or seen.last
-    assert {n for n in seen.first | seen.last if n in found and found[n][0] == "muon"} == set()
-    known = set(seen.last) | {n for n in found if name.startswith("OwlViT")}  # its boxes alone are followed
-    assert {n for n, (group, _) in found.items() if group == "adamw.head"} <= known
-    vectors = {n for n in seen.first if n in found and found[n][0] == "adamw.vectors"}
-    assert {n for n in seen.first if n in found and found[n][0] != "adamw.embeddings"} <= vectors | set(seen.last)
+        groups_of = placed(split_params(model, example=inputs(shapes)))
+    shown = ran(model, shapes, results)
+    assert shown.first or shown.last
+    assert {n for n in shown.first | shown.last if n in groups_of and groups_of[n][0] == "muon"} == set()
+    followed = set(shown.last) | {n for n in groups_of if name.startswith("OwlViT")}  # its boxes alone are followed
+    assert {n for n, (group, _) in groups_of.items() if group == "adamw.head"} <= followed
+    vectors = {n for n in shown.first if n in groups_of and groups_of[n][0] == "adamw.vectors"}
+    assert {n for n in shown.first if n in groups_of and groups_of[n][0] != "adamw.embeddings"} <= vectors | set(
+        shown.last
+    )
 
 
 def heads(model: nn.Module) -> set[str]:
@@ -179,23 +181,23 @@ def test_a_forward_shows_the_output_layer_of_a_model_that_names_an_embedding_as_
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"src_vocab_size": 40, "tgt_vocab_size": 50, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     model = small("FSMTForConditionalGeneration", **sizes, tie_word_embeddings=False)
-    found = placed(split_params(model, example=inputs({"input_ids": (1, 4), "decoder_input_ids": (1, 4)})))
-    assert found["model.decoder.output_projection.weight"][0] == "adamw.head"
-    assert found["model.decoder.layers.0.fc2.weight"][0] == "muon"
+    groups_of = placed(split_params(model, example=inputs({"input_ids": (1, 4), "decoder_input_ids": (1, 4)})))
+    assert groups_of["model.decoder.output_projection.weight"][0] == "adamw.head"
+    assert groups_of["model.decoder.layers.0.fc2.weight"][0] == "muon"
 
 
 def test_a_squeezed_channel_is_no_input() -> None:
     squeeze = nn.ModuleDict({"conv_reduce": nn.Conv2d(16, 4, 1), "conv_expand": nn.Conv2d(4, 16, 1)})
     parts = {"stem": nn.Conv2d(3, 16, 3), "se": squeeze, "mix": nn.Conv2d(16, 16, 3), "head": nn.Linear(16, 5)}
-    found = placed(split_params(nn.ModuleDict(parts)))
-    assert found["stem.weight"][0] == "adamw.embeddings"
-    assert found["se.conv_expand.weight"] == ("muon", "flatten")
+    groups_of = placed(split_params(nn.ModuleDict(parts)))
+    assert groups_of["stem.weight"][0] == "adamw.embeddings"
+    assert groups_of["se.conv_expand.weight"] == ("muon", "flatten")
 
 
 def test_a_router_by_its_name() -> None:  # Gemma3n's, which mixes four streams
     mixer = nn.ModuleDict({"modality_router": nn.Linear(8, 4), "mix": nn.Linear(8, 8)})
-    found = placed(split_params(nn.ModuleDict({"mixer": mixer, "head": nn.Linear(8, 5)})))
-    assert found["mixer.modality_router.weight"][0] == "adamw.matrices"
+    groups_of = placed(split_params(nn.ModuleDict({"mixer": mixer, "head": nn.Linear(8, 5)})))
+    assert groups_of["mixer.modality_router.weight"][0] == "adamw.matrices"
 
 
 # Weights that hold several matrices
@@ -258,17 +260,17 @@ def test_a_fused_weight_is_cut_as_a_forward_cuts_its_output(case: tuple[Any, ...
     kind, attribute, spec, value, others = case
     torch.manual_seed(0)
     module = kind()
-    found = placed(split_params(nn.Sequential(nn.Linear(8, 8), module), example=(torch.randn(2, 3, 8),)))
-    assert found[f"1.{attribute}.weight"][1] == spec
+    groups_of = placed(split_params(nn.Sequential(nn.Linear(8, 8), module), example=(torch.randn(2, 3, 8),)))
+    assert groups_of[f"1.{attribute}.weight"][1] == spec
     from tests.support.reference import split
 
     layer, x = getattr(module, attribute), torch.randn(2, 3, 8)
     nn.init.zeros_(layer.bias)
-    kept, pieces = layer.weight.detach().clone(), split(torch.arange(layer.weight.numel()).view(-1, 8), spec)
+    original, pieces = layer.weight.detach().clone(), split(torch.arange(layer.weight.numel()).view(-1, 8), spec)
     results = []
     for piece in pieces:
         with torch.no_grad():
-            layer.weight.copy_(kept).view(-1)[piece.flatten()] = 0
+            layer.weight.copy_(original).view(-1)[piece.flatten()] = 0
             results.append(module(x))
     assert not results[value].any()  # without values attention gives zero
     assert torch.allclose(results[others[0]], results[others[1]])  # without q what it gives without k
@@ -286,11 +288,11 @@ def test_query_and_gate_of_qwen3_next() -> None:
     }
     for name in ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"):
         model = small(name, **settings)
-        found = placed(split_params(model, example=inputs({"input_ids": (1, 4)})))
-        assert found["model.layers.0.self_attn.q_proj.weight"] == ("muon", ("interleaved", 2, 0, 8))
-        seen = ran(model, {"input_ids": (1, 4)}, ("logits",))
-        assert "model.layers.0.self_attn.q_proj.weight" in seen.cut
-        assert {n for n in seen.cut if n in found and found[n] == ("muon", "whole")} == set()
+        groups_of = placed(split_params(model, example=inputs({"input_ids": (1, 4)})))
+        assert groups_of["model.layers.0.self_attn.q_proj.weight"] == ("muon", ("interleaved", 2, 0, 8))
+        shown = ran(model, {"input_ids": (1, 4)}, ("logits",))
+        assert "model.layers.0.self_attn.q_proj.weight" in shown.cut
+        assert {n for n in shown.cut if n in groups_of and groups_of[n] == ("muon", "whole")} == set()
 
 
 # Weight decay
@@ -330,8 +332,8 @@ def test_no_decay_where_a_model_or_a_parameter_says_so() -> None:
     model = nn.ModuleDict({"backbone": Timm(), "head": nn.Linear(8, 5)})
     biases = {"backbone.mix.bias", "head.bias"}
     assert undecayed(model) == biases | {f"backbone.{n}" for n in ("pos_embed", "table_of_all", "state")}
-    told = split_params(model, overrides={"backbone.pos_embed": {"weight_decay": 0.3}})
-    assert next(g for g in told if "backbone.pos_embed" in g["param_names"])["weight_decay"] == 0.3
+    overridden = split_params(model, overrides={"backbone.pos_embed": {"weight_decay": 0.3}})
+    assert next(g for g in overridden if "backbone.pos_embed" in g["param_names"])["weight_decay"] == 0.3
 
 
 class Pointwise(nn.Module):  # timm's MaxxVit, and what else holds q, k and v in a convolution with its norm
@@ -346,7 +348,7 @@ class Pointwise(nn.Module):  # timm's MaxxVit, and what else holds q, k and v in
 
 def test_a_convolution_is_cut_as_a_forward_cuts_its_output() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Pointwise())
-    found = placed(split_params(model, example=(torch.ones(2, 3, 3, 3),)))
-    assert found["1.qkv.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
-    seen = flow(model[1], model[1](torch.ones(2, 8, 3, 3))).cut["qkv.0.weight"]
-    assert sorted(map(sorted, seen)) == [list(range(start, start + 8)) for start in (0, 8, 16)]
+    groups_of = placed(split_params(model, example=(torch.ones(2, 3, 3, 3),)))
+    assert groups_of["1.qkv.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
+    cuts = flow(model[1], model[1](torch.ones(2, 8, 3, 3))).cut["qkv.0.weight"]
+    assert sorted(map(sorted, cuts)) == [list(range(start, start + 8)) for start in (0, 8, 16)]

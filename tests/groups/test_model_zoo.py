@@ -126,8 +126,8 @@ def judged(name: str) -> set[tuple[str, str]]:
         return set()
     ran.add(name)
     heads = getattr(model, "base_model", None) is not model and not name.endswith("Backbone")
-    found = differences(model, groups, outputs, results, heads=heads)
-    return {(kind, n) for kind, n in found if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)}
+    misjudged = differences(model, groups, outputs, results, heads=heads)
+    return {(kind, n) for kind, n in misjudged if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)}
 
 
 @pytest.mark.slow
@@ -159,28 +159,28 @@ def observed(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], influ
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5) if parameter.dim() > 1 else None
-    given = next(zoo.drawn(model))
-    seen = influence.Influence(model, given.values())
-    with seen:
-        outputs = model(**given)
-    return model, given, seen, list(tensors({k: v for k, v in outputs.items() if not zoo.INTERNAL.search(k)}))
+    example = next(zoo.drawn(model))
+    observer = influence.Influence(model, example.values())
+    with observer:
+        outputs = model(**example)
+    return model, example, observer, list(tensors({k: v for k, v in outputs.items() if not zoo.INTERNAL.search(k)}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BloomForCausalLM", "GPT2LMHeadModel", "JetMoeForCausalLM"])
 def test_an_example_shows_what_changed_rows_reach(name: str) -> None:
     """All classes: `benchmarks/studies/model_roles.py`."""
-    model, given, seen, results = observed(name)
-    groups = split_params(model, example=given)
-    assert list(influence.differences(model, groups, seen, results, lambda: model(**given))) == []
+    model, example, observer, results = observed(name)
+    groups = split_params(model, example=example)
+    assert list(influence.differences(model, groups, observer, results, lambda: model(**example))) == []
 
 
 @pytest.mark.slow
 def test_changed_rows_show_a_wrong_split() -> None:
-    model, given, seen, results = observed("GPT2LMHeadModel")
+    model, example, observer, results = observed("GPT2LMHeadModel")
     wrong = {r"c_attn\.weight": {"algorithm": "muon", "matrices": ("transposed", "whole")}}
     wrong[r"mlp\.c_fc\.weight"] = {"algorithm": "muon", "matrices": ("transposed", ("heads", 2, 0))}
-    groups = split_params(model, example=given, overrides=wrong)
-    found = list(influence.differences(model, groups, seen, results, lambda: model(**given)))
+    groups = split_params(model, example=example, overrides=wrong)
+    wrong_splits = list(influence.differences(model, groups, observer, results, lambda: model(**example)))
     expected = [("cut", f"transformer.h.{i}.attn.c_attn.weight") for i in range(2)]
-    assert sorted(found) == [*expected, *(("joined", f"transformer.h.{i}.mlp.c_fc.weight") for i in range(2))]
+    assert sorted(wrong_splits) == [*expected, *(("joined", f"transformer.h.{i}.mlp.c_fc.weight") for i in range(2))]

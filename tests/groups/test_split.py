@@ -386,18 +386,18 @@ def test_transformers_model(name: str) -> None:
     model, expected = real(name), MODELS[name]
     groups = split_params(model)
     assert groups[0]["name"] == "muon"
-    found: dict[str, list[int]] = {"muon": [0, 0, 0], "adamw": [0, 0]}
-    known: dict[Any, int] = {}
+    counts: dict[str, list[int]] = {"muon": [0, 0, 0], "adamw": [0, 0]}
+    sizes: dict[Any, int] = {}
     for group in groups:
-        count = found[group["algorithm"]]
+        count = counts[group["algorithm"]]
         count[0] += len(group["params"])
         count[-1] += sum(p.numel() for p in group["params"])
         for p, spec in zip(group["params"], group.get("matrices", ()), strict=group["algorithm"] == "muon"):
             key = (tuple(p.shape), spec)
-            known[key] = known.get(key) or tiled(*key)
-            count[1] += known[key]
-    assert tuple(found["muon"]) == expected.muon
-    assert tuple(found["adamw"]) == expected.adamw
+            sizes[key] = sizes.get(key) or tiled(*key)
+            count[1] += sizes[key]
+    assert tuple(counts["muon"]) == expected.muon
+    assert tuple(counts["adamw"]) == expected.adamw
     entries = assigned(groups)
     assert {n: entries.get(n) for n in expected.names} == expected.names
 
@@ -406,9 +406,9 @@ def test_transformers_model(name: str) -> None:
 def test_every_trainable_parameter_is_assigned_once_with_a_reason(name: str) -> None:
     model = real(name)
     groups = split_params(model)
-    everything = [p for group in groups for p in group["params"]]
-    assert {id(p) for p in everything} == {id(p) for p in model.parameters() if p.requires_grad}
-    assert len({id(p) for p in everything}) == len(everything)
+    in_groups = [p for group in groups for p in group["params"]]
+    assert {id(p) for p in in_groups} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert len({id(p) for p in in_groups}) == len(in_groups)
     by_name = dict(model.named_parameters())
     for group in groups:
         assert all(by_name[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
@@ -709,30 +709,30 @@ def test_order_is_that_of_the_forward(case: tuple[str, dict[str, Any], str, str,
         assert "rows" not in str(guess)  # whole, which the first forward contradicts
         assert "interleaved" not in str(guess)
 
-    def seen() -> Tensor:
-        found: list[Tensor] = []
+    def run() -> Tensor:
+        outputs: list[Tensor] = []
         module = model.get_submodule(reader)
         if reader.endswith("experts"):
-            handle = module.register_forward_hook(lambda module, args, output: found.append(output.clone()))
+            handle = module.register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
         else:
-            handle = module.register_forward_pre_hook(lambda module, args: found.append(args[0].clone()))
+            handle = module.register_forward_pre_hook(lambda module, args: outputs.append(args[0].clone()))
         with torch.no_grad():
             model(**inputs)
         handle.remove()
-        return found[0]
+        return outputs[0]
 
     flat = torch.arange(parameter.numel()).view(parameter.shape)
     pieces = split(flat, spec)
     parts = len(pieces) // (parameter.shape[0] if parameter.ndim == 3 else 1)
-    whole, kept = seen(), parameter.detach().clone()
+    whole, original = run(), parameter.detach().clone()
     assert whole.abs().max() > 0.01
     results = []
     for part in range(parts):
         with torch.no_grad():
             for piece in pieces[part::parts]:  # of every expert
                 parameter.view(-1)[piece.flatten()] = 0
-            results.append(seen())
-            parameter.copy_(kept)
+            results.append(run())
+            parameter.copy_(original)
     assert {part for part in range(parts) if not results[part].any()} == zero
     for part in same:
         assert not torch.equal(results[part], whole)
@@ -769,8 +769,8 @@ def test_recurrent_gates(kind: Any, gates: int, closing: int) -> None:
     torch.manual_seed(0)
     recurrent = kind(6, 5, bias=False)
     spec = ("rows", *[5] * gates)
-    found = assigned(split_params(nn.ModuleList([recurrent, nn.Linear(5, 2)])))
-    assert found["0.weight_ih_l0"] == found["0.weight_hh_l0"] == spec
+    by_name = assigned(split_params(nn.ModuleList([recurrent, nn.Linear(5, 2)])))
+    assert by_name["0.weight_ih_l0"] == by_name["0.weight_hh_l0"] == spec
     with torch.no_grad():  # without its candidate the state stays zero
         for weight in (recurrent.weight_ih_l0, recurrent.weight_hh_l0):
             piece = split(torch.arange(weight.numel()).view(weight.shape), spec)[closing]
@@ -902,8 +902,8 @@ def test_shared_and_frozen() -> None:
     assert "head.weight" in reason(groups, "embed.weight")
     assert set(groups.frozen) == {n for n in PLAIN if n.startswith("blocks.0")}
     assert "requires_grad" in groups.frozen["blocks.0.up.weight"]
-    one = nn.Linear(8, 8)
-    twice = nn.ModuleDict({"a": one, "b": one, "head": nn.Linear(8, 2)})
+    shared = nn.Linear(8, 8)
+    twice = nn.ModuleDict({"a": shared, "b": shared, "head": nn.Linear(8, 2)})
     assert assigned(split_params(twice)) == {"a.weight": "whole", "a.bias": V, "head.weight": H, "head.bias": V}
 
 
@@ -1040,10 +1040,10 @@ class HeadFirst(nn.Module):
 
 def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
     for name in ("head", "lm_head", "output", "classifier", "to_logits"):
-        found = assigned(split_params(HeadFirst(name, nn.Linear(4, 12))))
-        assert {key for key, entry in found.items() if entry == H} == {f"{name}.weight"}
-    found = assigned(split_params(HeadFirst("head", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 12)))))
-    assert {key for key, entry in found.items() if entry == H} == {"head.2.weight"}
+        by_name = assigned(split_params(HeadFirst(name, nn.Linear(4, 12))))
+        assert {key for key, entry in by_name.items() if entry == H} == {f"{name}.weight"}
+    by_name = assigned(split_params(HeadFirst("head", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 12)))))
+    assert {key for key, entry in by_name.items() if entry == H} == {"head.2.weight"}
     assert assigned(split_params(HeadFirst("heading", nn.Linear(4, 4))))["heading.weight"] != H
 
     class Named(HeadFirst):
@@ -1052,8 +1052,8 @@ def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
         def get_classifier(self) -> nn.Module:
             return self.more[0]
 
-    found = assigned(split_params(Named("head", nn.Linear(4, 8), nn.Linear(8, 12))))
-    assert {key for key, entry in found.items() if entry == H} == {"more.0.weight"}
+    by_name = assigned(split_params(Named("head", nn.Linear(4, 8), nn.Linear(8, 12))))
+    assert {key for key, entry in by_name.items() if entry == H} == {"more.0.weight"}
 
 
 def test_a_pipeline_stage_without_its_head_is_no_error() -> None:
@@ -1079,9 +1079,9 @@ def test_convolutions() -> None:
         nn.Linear(8, 2),
     )
     groups = split_params(model)
-    found = assigned(groups)
+    by_name = assigned(groups)
     kinds = [E, "flatten", "flatten", "flatten", M, M, M, V, H]
-    assert {n: e for n, e in found.items() if n.endswith("weight")} == {f"{i}.weight": k for i, k in enumerate(kinds)}
+    assert {n: e for n, e in by_name.items() if n.endswith("weight")} == {f"{i}.weight": k for i, k in enumerate(kinds)}
     assert "depthwise" in reason(groups, "4.weight")
     assert "2 groups" in reason(groups, "5.weight")
     # What AdamW has by default goes to Muon flattened when told so.
@@ -1089,7 +1089,7 @@ def test_convolutions() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"muon": {"adamw_betas": (0.9, 0.99)}},
         {"adamw": {"momentum": 0.5}},
@@ -1097,10 +1097,10 @@ def test_convolutions() -> None:
         {"overrides": {"2.weight": {"scale_mode": "original"}}},
     ],
 )
-def test_a_setting_of_the_other_algorithm_is_refused(given: dict[str, Any]) -> None:
+def test_a_setting_of_the_other_algorithm_is_refused(settings: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(ValueError, match=r"which (muon|adamw) does not read; needed a setting of these parameters"):
-        split_params(model, **given)
+        split_params(model, **settings)
     split_params(model, overrides={"weight": {"momentum": 0.5}})  # one of the two weights reads it
 
 
@@ -1133,7 +1133,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
             self.experts = experts
 
     experts = {"a": GroupedExperts(), "b": Unflagged(), "c": FusedExperts()}
-    model = nn.ModuleDict({**{name: Routed(each) for name, each in experts.items()}, "head": nn.Linear(8, 2)})
+    model = nn.ModuleDict({**{name: Routed(module) for name, module in experts.items()}, "head": nn.Linear(8, 2)})
     groups = split_params(model)
     assert assigned(groups) == {
         "a.experts.w1": "stack",
@@ -1163,9 +1163,9 @@ def test_a_router_beside_a_list_of_experts_goes_to_adamw() -> None:
             self.gate = nn.Linear(8, 4)
             self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
-    found = assigned(split_params(nn.ModuleDict({"a": Mixture(), "head": nn.Linear(8, 2)})))
-    assert found["a.gate.weight"] == M
-    assert found["a.experts.0.weight"] == "whole"
+    by_name = assigned(split_params(nn.ModuleDict({"a": Mixture(), "head": nn.Linear(8, 2)})))
+    assert by_name["a.gate.weight"] == M
+    assert by_name["a.experts.0.weight"] == "whole"
 
 
 def test_linear_layers_of_other_libraries() -> None:
@@ -1185,11 +1185,11 @@ def test_linear_layers_of_other_libraries() -> None:
         }
     )
     groups = split_params(model)
-    found = assigned(groups)
-    assert found["megatron.weight"] == found["engine.weight"] == "whole"
-    assert found["turned.weight"] == ("transposed", "whole")
+    by_name = assigned(groups)
+    assert by_name["megatron.weight"] == by_name["engine.weight"] == "whole"
+    assert by_name["turned.weight"] == ("transposed", "whole")
     assert reason(groups, "engine.weight") == "linear; a guess"
-    assert found["qkv.weight"] == "whole"  # never split on the strength of a name
+    assert by_name["qkv.weight"] == "whole"  # never split on the strength of a name
 
 
 def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
@@ -1203,9 +1203,9 @@ def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
 
 def test_keys_and_values_of_cross_attention_are_two_matrices() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SMALL, add_cross_attention=True))
-    found = assigned(split_params(model))
-    assert found["transformer.h.0.attn.c_attn.weight"] == ("transposed", ("rows", 32, 32, 32))
-    assert found["transformer.h.0.crossattention.c_attn.weight"] == ("transposed", ("rows", 32, 32))
+    by_name = assigned(split_params(model))
+    assert by_name["transformer.h.0.attn.c_attn.weight"] == ("transposed", ("rows", 32, 32, 32))
+    assert by_name["transformer.h.0.crossattention.c_attn.weight"] == ("transposed", ("rows", 32, 32))
 
 
 def test_a_stack_of_experts_in_one_matrix() -> None:
@@ -1214,17 +1214,19 @@ def test_a_stack_of_experts_in_one_matrix() -> None:
     config = transformers.DbrxConfig().ffn_config
     config.hidden_size, config.ffn_hidden_size, config.moe_num_experts = 8, 6, 4
     experts = DbrxExpertGLU(config)
-    found = assigned(split_params(nn.ModuleDict({"experts": experts, "in": nn.Linear(8, 8), "head": nn.Linear(8, 2)})))
-    assert found["experts.w1"] == found["experts.v1"] == ("heads", 4, 0)
-    assert [tuple(p.shape) for p in split(experts.w1, found["experts.w1"])] == [(6, 8)] * 4
-    assert [tuple(p.shape) for p in split(experts.w2, found["experts.w2"])] == [(8, 6)] * 4  # out × in
+    by_name = assigned(
+        split_params(nn.ModuleDict({"experts": experts, "in": nn.Linear(8, 8), "head": nn.Linear(8, 2)}))
+    )
+    assert by_name["experts.w1"] == by_name["experts.v1"] == ("heads", 4, 0)
+    assert [tuple(p.shape) for p in split(experts.w1, by_name["experts.w1"])] == [(6, 8)] * 4
+    assert [tuple(p.shape) for p in split(experts.w2, by_name["experts.w2"])] == [(8, 6)] * 4  # out × in
 
 
 def test_keys_and_values_of_unequal_size_take_turns() -> None:
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | {"v_head_dim": 4}))
-    found = assigned(split_params(model, example={"input_ids": torch.ones(1, 5, dtype=torch.long)}))
-    assert found["model.layers.0.self_attn.kv_b_proj.weight"] == ("interleaved", (8, 4), 0)
-    assert found["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ("rows", 12, 4)
+    by_name = assigned(split_params(model, example={"input_ids": torch.ones(1, 5, dtype=torch.long)}))
+    assert by_name["model.layers.0.self_attn.kv_b_proj.weight"] == ("interleaved", (8, 4), 0)
+    assert by_name["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ("rows", 12, 4)
 
 
 def test_lora_pairs_are_left_to_adamw() -> None:
@@ -1241,16 +1243,16 @@ def test_lora_pairs_are_left_to_adamw() -> None:
     assert assigned(groups) == pairs | {"head.weight": H, "head.bias": V}
     assert "LoRA" in reason(groups, "q.lora_A.default.weight")
     assert set(groups.frozen) == {f"{n}.base_layer.{p}" for n in "qk" for p in ("weight", "bias")}
-    told = assigned(split_params(model, overrides={r"lora_[AB]\.": "muon"}))
-    assert told == dict.fromkeys(pairs, "whole") | {"head.weight": H, "head.bias": V}
+    overridden = assigned(split_params(model, overrides={r"lora_[AB]\.": "muon"}))
+    assert overridden == dict.fromkeys(pairs, "whole") | {"head.weight": H, "head.bias": V}
 
 
 def test_parametrised_weights_go_to_adamw() -> None:
     inner = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8, bias=False))
     groups = split_params(nn.ModuleDict({"inner": inner, "mid": nn.Linear(8, 8), "head": nn.Linear(8, 3)}))
-    found = assigned(groups)
-    assert found["inner.parametrizations.weight.original0"] == V  # magnitudes, 8 × 1
-    assert found["inner.parametrizations.weight.original1"] == M
+    by_name = assigned(groups)
+    assert by_name["inner.parametrizations.weight.original0"] == V  # magnitudes, 8 × 1
+    assert by_name["inner.parametrizations.weight.original1"] == M
     assert "parametrize" in reason(groups, "inner.parametrizations.weight.original1")
 
 
@@ -1259,8 +1261,8 @@ def test_bare_parameters_of_unknown_modules() -> None:
         weight=(4, 6), w_in=(6, 4), pos_embed=(5, 4), A_log=(4, 3), pos=(1, 5, 4), cube=(3, 4, 5), row=(1, 4), z=()
     )
     groups = split_params(model)
-    found = {n.removeprefix("held."): e for n, e in assigned(groups).items() if n.startswith("held.")}
-    assert found == {
+    by_name = {n.removeprefix("held."): e for n, e in assigned(groups).items() if n.startswith("held.")}
+    assert by_name == {
         "weight": "whole",
         "w_in": "whole",
         "pos_embed": E,
@@ -1294,10 +1296,10 @@ def test_a_module_says_how_its_weight_splits() -> None:
 
     model = nn.ModuleDict({"a": Attention(), "head": nn.Linear(4, 2)})
     groups = split_params(torch.compile(model))
-    found = assigned(groups)
-    assert found["a.qkv.weight"] == ("rows", 4, 2, 2)
-    assert found["a.out.weight"] == ("rows", 4, 4)
-    assert found["a.table"] == M
+    by_name = assigned(groups)
+    assert by_name["a.qkv.weight"] == ("rows", 4, 2, 2)
+    assert by_name["a.out.weight"] == ("rows", 4, 4)
+    assert by_name["a.table"] == M
     assert reason(groups, "a.qkv.weight") == "muonmesh_matrices of Attention"
     model["a"].muonmesh_matrices = {"out.weight": ("cols", 2, 2), "out.bias": None}  # the nearest module counts
     assert assigned(split_params(model))["a.out.weight"] == ("rows", 4, 4)
@@ -1340,8 +1342,8 @@ def test_overrides_win_and_the_more_specific_wins_over_them() -> None:
     assert settings["blocks.1.norm.weight"]["lr"] == 0.3
     assert settings["blocks.1.norm.weight"]["weight_decay"] == 0.0
     assert "lr" not in settings["blocks.0.norm.weight"]
-    found = assigned(groups)
-    assert found["embed.weight"] == "whole"
+    by_name = assigned(groups)
+    assert by_name["embed.weight"] == "whole"
     assert settings["blocks.0.down.weight"]["name"] == "adamw.matrices"
     assert reason(groups, "blocks.0.down.weight") == "override 'down' (by default muon: linear)"
     names = [g["name"] for g in groups]
@@ -1349,7 +1351,7 @@ def test_overrides_win_and_the_more_specific_wins_over_them() -> None:
     algorithms = [g["algorithm"] for g in groups]
     assert algorithms == sorted(algorithms, reverse=True)  # Muon's first
     assert "muon[lr=0.1,nesterov=False]" in names
-    assert set(found) == set(PLAIN)
+    assert set(by_name) == set(PLAIN)
 
 
 def test_an_override_by_any_of_a_shared_parameters_names() -> None:

@@ -14,11 +14,11 @@ from tests.support import reference
 
 
 def matrices(module: nn.Module, **settings: Any) -> dict[str, Any]:
-    found = {}
+    matrices_of = {}
     for group in mm.split_params(module, **settings):
         if group["algorithm"] == "muon":
-            found |= dict(zip(group["param_names"], group["matrices"], strict=True))
-    return found
+            matrices_of |= dict(zip(group["param_names"], group["matrices"], strict=True))
+    return matrices_of
 
 
 def test_a_head_is_stepped_as_a_matrix_of_its_own_and_has_its_scale() -> None:
@@ -48,8 +48,8 @@ def test_deepspeeds_tag_is_honoured_whoever_steps() -> None:
     tagged[0].weight.muon_num_heads = 6  # type: ignore[assignment]
     for settings in ({}, {"overrides": {"1.weight": {"algorithm": "muon", "matrices": ("heads", 2, 0)}}}):
         assert matrices(tagged, **settings)["0.weight"] == ("heads", 6, 0)
-    said = {"0.weight": {"algorithm": "muon", "matrices": "whole"}}
-    assert matrices(tagged, overrides=said)["0.weight"] == "whole"
+    overrides = {"0.weight": {"algorithm": "muon", "matrices": "whole"}}
+    assert matrices(tagged, overrides=overrides)["0.weight"] == "whole"
     for wrong in (5, 0, True, "6"):
         tagged[0].weight.muon_num_heads = wrong  # type: ignore[assignment]
         with pytest.raises(ValueError, match=rf"^0\.weight: found muon_num_heads={wrong!r} .* needed whole heads"):

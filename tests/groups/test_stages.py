@@ -113,8 +113,8 @@ def runs(count: int) -> Iterator[tuple[int, int]]:
 def check(stage: nn.Module, whole: dict[str, Any], *, rename: Callable[[str], str] = lambda name: name) -> None:
     if next(stage.parameters(), None) is None:
         return
-    found = {rename(name): entry for name, entry in decided(split_params(stage)).items()}
-    assert found == {name: whole[name] for name in found}, stage
+    renamed = {rename(name): entry for name, entry in decided(split_params(stage)).items()}
+    assert renamed == {name: whole[name] for name in renamed}, stage
 
 
 @block_kinds
@@ -134,24 +134,24 @@ def test_a_stage_of_a_model_that_keeps_its_class(block: Callable[[], nn.Module],
     assert whole["project.weight"][0] == "muon"
     parts = ["embed", "project", *map(str, range(count)), "norm", "output"]
     for first, end in runs(len(parts)):
-        stage, kept = copy.deepcopy(model), set(parts[first:end])
+        stage, stage_parts = copy.deepcopy(model), set(parts[first:end])
         for name in ("embed", "project", "norm", "output"):
-            if name not in kept:
+            if name not in stage_parts:
                 setattr(stage, name, None) if absent == "none" else delattr(stage, name)
-        left = [i for i in range(count) if str(i) in kept]
+        block_numbers = [i for i in range(count) if str(i) in stage_parts]
         if container is nn.ModuleDict:
             for i in range(count):
-                if i not in left:
+                if i not in block_numbers:
                     del stage.layers[str(i)]
             check(stage, whole)
         else:
-            inner = [stage.layers[i] for i in left]
+            inner = [stage.layers[i] for i in block_numbers]
             stage.layers = container(inner) if container is nn.ModuleList else container(*inner)
 
-            def rename(name: str, left: list[int] = left) -> str:
+            def rename(name: str, block_numbers: list[int] = block_numbers) -> str:
                 head, _, rest = name.partition(".")
                 number, _, rest = rest.partition(".")
-                return f"layers.{left[int(number)]}.{rest}" if head == "layers" else name
+                return f"layers.{block_numbers[int(number)]}.{rest}" if head == "layers" else name
 
             check(stage, whole, rename=rename)
 
@@ -238,33 +238,33 @@ def test_a_stage_of_a_transformers_model(case: tuple[str, dict[str, Any], str, l
         # A head that is a module of its own is one only by what the model around it says.
         parts = parts[: -len(after)]
     for first, end in runs(len(parts)):
-        kept = parts[first:end]
+        stage_parts = parts[first:end]
         if how == "taken out":
-            stage: nn.Module = nn.Sequential(*(model.get_submodule(part) for part in kept))
+            stage: nn.Module = nn.Sequential(*(model.get_submodule(part) for part in stage_parts))
 
-            def rename(name: str, kept: list[str] = kept) -> str:
+            def rename(name: str, stage_parts: list[str] = stage_parts) -> str:
                 number, _, rest = name.partition(".")
-                return f"{kept[int(number)]}.{rest}"
+                return f"{stage_parts[int(number)]}.{rest}"
 
             check(stage, whole, rename=rename)
             continue
         stage = copy.deepcopy(model)
-        for part in {*before, *after} - set(kept):
+        for part in {*before, *after} - set(stage_parts):
             parent, _, child = part.rpartition(".")
             setattr(stage.get_submodule(parent), child, None)
         blocks = stage.get_submodule(path)
-        left = [i for i in range(count) if f"{path}.{i}" in kept]
+        block_numbers = [i for i in range(count) if f"{path}.{i}" in stage_parts]
         parent, _, child = path.rpartition(".")
-        setattr(stage.get_submodule(parent), child, nn.ModuleList([blocks[i] for i in left]))
+        setattr(stage.get_submodule(parent), child, nn.ModuleList([blocks[i] for i in block_numbers]))
         base = path.split(".")[0]
         if how == "none" and "." in path and next(getattr(stage, base).parameters(), None) is None:
             setattr(stage, base, None)
 
-        def renumbered(name: str, left: list[int] = left, path: str = path) -> str:
+        def renumbered(name: str, block_numbers: list[int] = block_numbers, path: str = path) -> str:
             if not name.startswith(path + "."):
                 return name
             number, _, rest = name.removeprefix(path + ".").partition(".")
-            return f"{path}.{left[int(number)]}.{rest}"
+            return f"{path}.{block_numbers[int(number)]}.{rest}"
 
         check(stage, whole, rename=renumbered)
 
@@ -291,9 +291,9 @@ def test_the_last_layer_of_a_model_without_blocks_is_a_guess_that_says_so() -> N
         (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), "2.weight"),
         (Net(3), "last.weight"),
     ):
-        (found,) = heads(model).items()
-        assert found[0] == name
-        assert "a guess" in found[1]
+        (head,) = heads(model).items()
+        assert head[0] == name
+        assert "a guess" in head[1]
     # what comes out as wide as it went in may be followed by itself: a block, not a model
     assert heads(Net(4)) == {}
     assert heads(nn.Sequential(nn.Linear(4, 4))) == {}
@@ -324,7 +324,7 @@ def test_a_traced_stage_is_refused_and_gets_what_the_whole_model_decided() -> No
     whole = split_params(model, muon={"lr": 0.02})
     cut = {f"layers.{i}": SplitPoint.BEGINNING for i in (1, 2)}
     traced = pipeline(model, mb_args=(torch.zeros(2, 4, dtype=torch.long),), split_spec=cut)
-    seen: dict[str, Any] = {}
+    decisions: dict[str, Any] = {}
     for number in range(3):
         stage = traced.get_stage_module(number)
         message = r"weight: The module of this parameter was traced .* Write split_params\(model\)\.held_by\(stage\)"
@@ -336,9 +336,9 @@ def test_a_traced_stage_is_refused_and_gets_what_the_whole_model_decided() -> No
             assert all(by_name[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
             assert len(group["reasons"]) == len(group["params"])
         assert [g["lr"] for g in groups if g["algorithm"] == "muon"] == [0.02]
-        seen |= decided(groups)
+        decisions |= decided(groups)
         assert set(decided(groups)) == set(by_name)
-    assert seen == decided(whole)
+    assert decisions == decided(whole)
 
 
 def test_what_the_whole_model_decided_reaches_tied_and_frozen_parameters_and_refuses_strangers() -> None:
@@ -390,5 +390,5 @@ def _broken_tie() -> str:
 
 
 def test_parallelize_module_breaks_a_tie(workers: Callable[[int], Pool]) -> None:
-    for told in workers(2).run(_broken_tie):
-        assert told.startswith("output.weight: found a parameter apart from embed.weight, to which it was tied")
+    for message in workers(2).run(_broken_tie):
+        assert message.startswith("output.weight: found a parameter apart from embed.weight, to which it was tied")

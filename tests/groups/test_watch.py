@@ -60,8 +60,8 @@ IDS = torch.arange(10).view(2, 5) % 9
 
 
 def loss(outputs: Any) -> Tensor:
-    some = outputs if isinstance(outputs, tuple) else (outputs,)
-    return torch.stack([each.square().mean() for each in some]).sum()
+    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.stack([tensor.square().mean() for tensor in tensors]).sum()
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
@@ -172,14 +172,14 @@ def test_no_cycle_keeps_model_groups_or_optimizer_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        kept = weakref.ref(model), weakref.ref(groups.watch)  # type: ignore[arg-type]
+        references = weakref.ref(model), weakref.ref(groups.watch)  # type: ignore[arg-type]
         model(IDS)
         del model
         for group in groups:
             group["params"].clear()
-        assert kept[0]() is None
+        assert references[0]() is None
         del group, groups
-        assert kept[1]() is None
+        assert references[1]() is None
     finally:
         gc.enable()
 
@@ -319,9 +319,9 @@ def test_frozen_layers_and_a_teacher_without_gradients() -> None:
 
         def forward(self, ids: Tensor) -> Tensor:
             with torch.no_grad():
-                known = self.teacher(ids)
-            found = self.student(ids)
-            return torch.stack([F.mse_loss(a, b) for a, b in zip(found, known, strict=True)]).sum()
+                teacher_output = self.teacher(ids)
+            student_output = self.student(ids)
+            return torch.stack([F.mse_loss(a, b) for a, b in zip(student_output, teacher_output, strict=True)]).sum()
 
     model = Taught()
     optimizer = mm.from_model(model, overrides=SPLIT)
@@ -404,18 +404,18 @@ def _contradicted(how: str) -> tuple[str, bool, bool]:
     try:
         trained(wrapped, optimizer, IDS)
     except LayoutError as error:
-        told = str(error)
+        message = str(error)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
     optimizer = mm.from_model(wrapped, overrides={"actions.weight": "adamw"})
     with pytest.warns(UserWarning, match=r'"rows", 16, 16, 16'):
         trained(wrapped, optimizer, IDS)
-    return told, same, reasons(optimizer)["blocks.1.out.weight"] == "linear"
+    return message, same, reasons(optimizer)["blocks.1.out.weight"] == "linear"
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_replicated_and_sharded_models(how: str, workers: Callable[[int], Pool]) -> None:
-    for told, same, confirmed in workers(2).run(_contradicted, how):
-        assert told.startswith("actions.weight: The first training forward contradicts")
+    for message, same, confirmed in workers(2).run(_contradicted, how):
+        assert message.startswith("actions.weight: The first training forward contradicts")
         assert same
         assert confirmed
 
@@ -457,8 +457,8 @@ def _stage() -> dict[str, Any]:
 
 
 def test_the_last_layer_of_a_stage_may_be_read_by_another(workers: Callable[[int], Pool]) -> None:
-    for found in workers(2).run(_stage):
-        assert found["mix.weight"] == "whole"
+    for reasons_of in workers(2).run(_stage):
+        assert reasons_of["mix.weight"] == "whole"
     with pytest.raises(LayoutError, match=r"^mix\.weight"):  # in one process there is no other stage
         _stage()
 

@@ -88,7 +88,7 @@ def forward(layout: str) -> list[float]:
     for model in (placed.model, alone):
         clip = mm.QKClip(model.train())
         batch = models.tokens(0, 4, 6)
-        model(input_ids=batch if model is alone else placed.own(batch), use_cache=False)
+        model(input_ids=batch if model is alone else placed.own_part(batch), use_cache=False)
         if model is placed.model:
             clip.step()
             largest.append(clip.largest)

@@ -22,14 +22,14 @@ multiprocessing.set_forkserver_preload(
 
 def spawned() -> set[int]:
     """Processes of this run's group that somebody spawned; ranks are forked, so they are none of them."""
-    found = set()
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if b"multiprocessing.spawn" in (folder / "cmdline").read_bytes() and os.getpgid(int(folder.name)) == GROUP:
-                found.add(int(folder.name))
+                pids.add(int(folder.name))
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-    return found
+    return pids
 
 
 GROUP = os.getpgid(0)

@@ -119,28 +119,30 @@ def install() -> None:
     _mode.__enter__()
 
 
-def gather_unequal(parts: list[Tensor], mine: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def gather_unequal(parts: list[Tensor], sent: Tensor, group: Any = None, async_op: bool = False) -> Any:
     """Parts of unequal sizes, which NCCL gathers and gloo refuses.
 
     transformer/moe/token_dispatcher.py gathers the tokens of expert-tensor-parallel ranks, and
     optimizer/layer_wise_optimizer.py the parameters that each rank has stepped.
     """
     if len({part.shape for part in parts}) == 1:
-        return all_gather(parts, mine, group=group, async_op=async_op)
-    parts[dist.get_rank(group)].copy_(mine)
+        return all_gather(parts, sent, group=group, async_op=async_op)
+    parts[dist.get_rank(group)].copy_(sent)
     for rank, part in enumerate(parts):
         broadcast(part, group=group, group_src=rank)
     return None
 
 
-def reduce_unequal(mine: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any) -> None:
+def reduce_unequal(
+    received: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **_: Any
+) -> None:
     """Parts of unequal sizes, as above, on the way back."""
     if len({part.shape for part in parts}) == 1:
-        reduce_scatter(mine, parts, op=op, group=group)
+        reduce_scatter(received, parts, op=op, group=group)
         return
     for rank, part in enumerate(parts):
         reduce(part, op=op, group=group, group_dst=rank)
-    mine.copy_(parts[dist.get_rank(group)])
+    received.copy_(parts[dist.get_rank(group)])
 
 
 def write_checkpoints(*args: Any) -> None:

@@ -46,7 +46,7 @@ Held = dict[str, tuple[int, Tensor]]
 
 def named(chunks: Sequence[Any]) -> dict[str, Any]:
     """The parameters of this rank by their names in the whole model."""
-    found = {}
+    parameters = {}
     for chunk in chunks:
         layers = {
             f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
@@ -65,8 +65,8 @@ def named(chunks: Sequence[Any]) -> dict[str, Any]:
                 name = f"{before}.local_experts.{first + int(number)}.{rest}"
             while name.startswith("module."):
                 name = name.removeprefix("module.")
-            found[name] = parameter
-    return found
+            parameters[name] = parameter
+    return parameters
 
 
 def experts_of(chunk: Any) -> int:
@@ -74,7 +74,7 @@ def experts_of(chunk: Any) -> int:
     return chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
 
 
-def place(name: str) -> int:
+def tensor_parallel_rank(name: str) -> int:
     """This rank's place among those that cut a parameter."""
     if re.search(r"experts\.\d", name):
         return int(parallel_state.get_expert_tensor_parallel_rank())
@@ -86,7 +86,7 @@ def gradients(chunks: Sequence[Any]) -> dict[Any, Tensor]:
 
     With the distributed optimizer a rank has reduced its part of each bucket only: the others' are gathered.
     """
-    found = {}
+    gradient_of = {}
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             whole = buffer.grad_data.clone()
@@ -97,29 +97,29 @@ def gradients(chunks: Sequence[Any]) -> dict[Any, Tensor]:
                     dist.all_gather(parts, parts[rank].clone(), group=buffer.data_parallel_group)
                     whole[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts)
             for parameter, (start, end, _) in buffer.param_index_map.items():
-                found[parameter] = whole[start:end].view(parameter.shape).to(parameter.main_grad.dtype, copy=True)
-    return found
+                gradient_of[parameter] = whole[start:end].view(parameter.shape).to(parameter.main_grad.dtype, copy=True)
+    return gradient_of
 
 
-def held(parameters: Mapping[str, Any], values: Mapping[Any, Tensor] | None = None) -> Held:
+def local_values(parameters: Mapping[str, Any], values: Mapping[Any, Tensor] | None = None) -> Held:
     """What to hand to `gather`: parameters, or a value for each."""
-    found = {}
+    values_on_rank = {}
     for name, parameter in parameters.items():
         value = parameter if values is None else values[parameter]
-        found[name] = place(name), value.detach().clone()
-    return found
+        values_on_rank[name] = tensor_parallel_rank(name), value.detach().clone()
+    return values_on_rank
 
 
-def gather(mine: Held) -> dict[str, Tensor]:
+def gather(rank_values: Held) -> dict[str, Tensor]:
     """Put whole tensors together from what all ranks hold; copies must have the same bits. All ranks call it."""
-    told: list[Held] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    by_rank: list[Held] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, rank_values)
     shards: dict[str, dict[int, Tensor]] = {}
-    for each in told:
-        for name, (number, tensor) in each.items():
+    for values in by_rank:
+        for name, (number, tensor) in values.items():
             other = shards.setdefault(name, {}).setdefault(number, tensor)
             assert torch.equal(other, tensor), f"copies of {name} differ by {(other - tensor).abs().max()}"
-    return {name: assembled(name, [some[i] for i in sorted(some)]) for name, some in shards.items()}
+    return {name: assembled(name, [pieces[i] for i in sorted(pieces)]) for name, pieces in shards.items()}
 
 
 def assembled(name: str, shards: Sequence[Tensor]) -> Tensor:

@@ -74,7 +74,7 @@ class Shape:
         dtype: Of the parameters; gradients are fp32.
         flat: Whether Megatron's distributed optimizer holds the state.
         overlap: Whether gradients are reduced during the backward pass, in small buckets.
-        late: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
+        late_gather: Whether parameters are gathered in the next forward pass, with the distributed optimizer.
         fsdp: What Megatron-FSDP shards (``data_parallel_sharding_strategy``); None: DistributedDataParallel is used.
         tied: Whether embedding and output layer are one parameter.
         frozen: An expression; parameters in whose names it is found are not trained.
@@ -92,7 +92,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     flat: bool = False
     overlap: bool = False
-    late: bool = False
+    late_gather: bool = False
     fsdp: str | None = None
     tied: bool = False
     frozen: str = "^$"
@@ -272,7 +272,7 @@ def chunks_of(shape: Shape, *, seed: int = 7) -> list[DistributedDataParallel]:
                 "grad_reduce_in_fp32": True,
                 "overlap_grad_reduce": shape.overlap,
                 "use_distributed_optimizer": shape.flat,
-                "overlap_param_gather": shape.late,
+                "overlap_param_gather": shape.late_gather,
                 "bucket_size": 2000 if shape.overlap else None,
                 **dict(shape.ddp),
             }
@@ -314,21 +314,21 @@ def _forward(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[T
     return model(ids, positions, mask, labels=ids), lambda losses: (losses.float().mean(), {"loss": losses.detach()})
 
 
-def backward(shape: Shape, chunks: Sequence[DistributedDataParallel], optimizer: Any, turn: int) -> list[float]:
+def backward(shape: Shape, chunks: Sequence[DistributedDataParallel], optimizer: Any, step: int) -> list[float]:
     """One forward and backward pass of the whole pipeline with Megatron's schedule, and its reduction of gradients."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     chunks[0].config.grad_scale_func = optimizer.scale_loss if optimizer is not None else None
-    told = get_forward_backward_func()(
+    losses = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=[batches(turn) for _ in chunks] if len(chunks) > 1 else batches(turn),
+        data_iterator=[batches(step) for _ in chunks] if len(chunks) > 1 else batches(step),
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=shape.pp if shape.vpp else 2,
         seq_length=LENGTH,
         micro_batch_size=2,
         forward_only=False,
     )
-    return [float(each["loss"].float().mean()) for each in told]
+    return [float(loss["loss"].float().mean()) for loss in losses]
 
 
 def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
@@ -344,7 +344,7 @@ def optimizer_config(shape: Shape, **settings: Any) -> OptimizerConfig:
             "fp16": shape.dtype == torch.float16,
             "params_dtype": shape.dtype,
             "use_distributed_optimizer": shape.flat or shape.fsdp is not None,
-            "overlap_param_gather": shape.late,
+            "overlap_param_gather": shape.late_gather,
             **settings,
         }
     )

@@ -54,14 +54,14 @@ def split_conv1d_scan(
     x = functional.conv1d(x.mT, weight[:, None], bias, padding=width - 1, groups=len(weight))[..., : x.shape[1]]
     x, b, c = functional.silu(x).mT.split([heads * headdim, ngroups * states, ngroups * states], dim=-1)
     x = x.unflatten(-1, (heads, headdim))
-    b, c = (each.unflatten(-1, (ngroups, states)).repeat_interleave(heads // ngroups, dim=2) for each in (b, c))
+    b, c = (per_head.unflatten(-1, (ngroups, states)).repeat_interleave(heads // ngroups, dim=2) for per_head in (b, c))
     dt = functional.softplus(dt + dt_bias)
-    state, found = torch.zeros(len(x), heads, headdim, states), []
+    state, outputs = torch.zeros(len(x), heads, headdim, states), []
     for i in range(x.shape[1]):
-        kept = torch.exp(dt[:, i] * a)[..., None, None] * state
-        state = kept + (dt[:, i, :, None] * x[:, i])[..., None] * b[:, i, :, None]
-        found.append((state * c[:, i, :, None]).sum(-1) + D[:, None] * x[:, i])
-    return torch.stack(found, dim=1).flatten(2) * functional.silu(z)
+        decayed = torch.exp(dt[:, i] * a)[..., None, None] * state
+        state = decayed + (dt[:, i, :, None] * x[:, i])[..., None] * b[:, i, :, None]
+        outputs.append((state * c[:, i, :, None]).sum(-1) + D[:, None] * x[:, i])
+    return torch.stack(outputs, dim=1).flatten(2) * functional.silu(z)
 
 
 def install() -> None:

@@ -44,15 +44,17 @@ class Oracle:
         rules: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        said = {end: rule for end, rule in (rules or {}).items() if isinstance(rule, dict)}
-        self._table = {**MATRICES, **{end: rule["matrices"] for end, rule in said.items()}}
+        group_settings = {end: rule for end, rule in (rules or {}).items() if isinstance(rule, dict)}
+        self._table = {**MATRICES, **{end: rule["matrices"] for end, rule in group_settings.items()}}
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in sorted(wholes.items())}
         kinds: dict[str, list[str]] = {"muon": [], "matrices": [], "vectors": []}
         for name, value in self.parameters.items():
             kind = (
                 "muon" if any(name.endswith(end) for end in MATRICES) else "vectors" if value.ndim < 2 else "matrices"
             )
-            kind = next((rule for end, rule in (rules or {}).items() if name.endswith(end) and end not in said), kind)
+            kind = next(
+                (rule for end, rule in (rules or {}).items() if name.endswith(end) and end not in group_settings), kind
+            )
             kinds.setdefault(kind, []).append(name)
         groups = []
         for kind, names in kinds.items():
@@ -73,7 +75,7 @@ class Oracle:
     def step(self, gradients: dict[str, Tensor], max_norm: float = 1.0, **options: Any) -> float:
         """Take a step, clipped with these options; return the norm before clipping."""
         for name, parameter in self.parameters.items():
-            parameter.given = gradients[name].clone()  # type: ignore[attr-defined]
+            parameter.oracle_gradient = gradients[name].clone()  # type: ignore[attr-defined]
         norms = self.optimizer.clip_grad_norm_(max_norm, **options)
         self.optimizer.step()
         return float(norms)
@@ -92,7 +94,7 @@ class _Given(mm.GradientSource):
     """A gradient may have another dtype than its parameter, as ``main_grad`` has."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return getattr(parameter, "given", None)
+        return getattr(parameter, "oracle_gradient", None)
 
     def write(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        parameter.given = gradient  # type: ignore[attr-defined]
+        parameter.oracle_gradient = gradient  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ STATES = ("works", "works for `adam`", "works for `torch_dist`", "refused", "Meg
 
 def states_of_fields() -> dict[tuple[str, str], str]:
     """Return the state of each argument and field on the page, by "" or the field's class, and the field's name."""
-    found: dict[tuple[str, str], str] = {}
+    states: dict[tuple[str, str], str] = {}
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| `"):
@@ -28,17 +28,17 @@ def states_of_fields() -> dict[tuple[str, str], str]:
         of = cells[1].strip("`") if state != cells[1] else ""
         for name in re.findall(r"`(?:--)?([\w-]+)`", cells[0]):
             key = of, name.replace("-", "_").removeprefix("no_")
-            assert key not in found, f"{name} is on the page twice"
-            found[key] = state
-    return found
+            assert key not in states, f"{name} is on the page twice"
+            states[key] = state
+    return states
 
 
 def fields() -> dict[tuple[str, str], str | None]:
     """Return the state of each field of Megatron's configurations; None if the page does not have it."""
-    known = states_of_fields()
+    states = states_of_fields()
     names = {kind: [field.name for field in dataclasses.fields(kind)] for kind in KINDS}
     return {
-        (kind.__name__, name): known.get((kind.__name__, name), known.get(("", name)))
+        (kind.__name__, name): states.get((kind.__name__, name), states.get(("", name)))
         for kind in KINDS
         for name in names[kind]
     }
@@ -53,12 +53,12 @@ def test_the_page_has_every_field() -> None:
 
 def test_the_page_and_the_refusals_agree() -> None:
     """Whatever version of Megatron is installed: no version has all fields that are refused."""
-    known, tables = (
+    states, tables = (
         states_of_fields(),
         {"OptimizerConfig": refusals._OPTIMIZER, "DistributedDataParallelConfig": refusals._DDP},
     )
     refused = {(of, name) for of, table in tables.items() for name in table} - {("OptimizerConfig", "optimizer")}
-    assert {key for key in refused if known.get(key, known.get(("", key[1]))) != "refused"} == set()
+    assert {key for key in refused if states.get(key, states.get(("", key[1]))) != "refused"} == set()
     # use_torch_fsdp2 and others are no fields; those of both configurations are refused in one of them.
-    said = {name for (_, name), state in fields().items() if state == "refused"}
-    assert said <= {name for _, name in refused}
+    on_page = {name for (_, name), state in fields().items() if state == "refused"}
+    assert on_page <= {name for _, name in refused}

@@ -68,7 +68,7 @@ class Run:
         self.chunks[0].module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
 
-    def held(self) -> dict[tuple[str, str], Tensor]:
+    def state_tensors(self) -> dict[tuple[str, str], Tensor]:
         """All state of this rank, means of norms and step counts too, which only later steps would show."""
         optimizer = self.optimizer.optimizer
         optimizer.finish()
@@ -81,11 +81,11 @@ class Run:
 
     def train(self, turns: range) -> tuple[list[list[float]], dict[str, Tensor]]:
         losses = []
-        for turn in turns:
+        for step in turns:
             self.optimizer.zero_grad()
-            losses.append(host.backward(self.shape, self.chunks, self.optimizer, turn))
+            losses.append(host.backward(self.shape, self.chunks, self.optimizer, step))
             self.optimizer.step()
-        return losses, gathered.gather(gathered.held(gathered.named(self.chunks)))
+        return losses, gathered.gather(gathered.local_values(gathered.named(self.chunks)))
 
 
 @host.writers()
@@ -95,7 +95,7 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
     first.train(range(2))
     path = folder / "saved"
     first.save(path)
-    saved = first.held()
+    saved = first.state_tensors()
     losses, parameters = first.train(range(2, 4))
     same = []
     for number, other in enumerate([shape, *others]):
@@ -105,8 +105,8 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
         through.save(path)
         back = Run(shape, 20 + number, muon)
         back.load(path)
-        held = back.held()
-        alike = held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in saved)
+        loaded = back.state_tensors()
+        alike = loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in saved)
         again, after = back.train(range(2, 4))
         same.append(
             alike and again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
@@ -118,32 +118,34 @@ def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any
 def of_adam(shape: Shape, path: Path) -> list[str]:
     """What is said to who loads a checkpoint of Megatron's own Adam: in its two formats, and without keys."""
     run = Run(shape, 7, {})
-    theirs = megatrons(host.optimizer_config(shape), run.chunks)
-    host.backward(shape, run.chunks, theirs, 0)
-    theirs.step()
-    ours, run.optimizer = run.optimizer, theirs
+    adam = megatrons(host.optimizer_config(shape), run.chunks)
+    host.backward(shape, run.chunks, adam, 0)
+    adam.step()
+    muonmesh_optimizer, run.optimizer = run.optimizer, adam
     run.save(path)
-    run.optimizer = ours
-    before, told = run.held(), list[str]()
+    run.optimizer = muonmesh_optimizer
+    before, messages = run.state_tensors(), list[str]()
     for load in (
         lambda: run.load(path),
-        lambda: ours.load_state_dict(theirs.state_dict()),
-        lambda: ours.load_state_dict({**ours.sharded_state_dict(), "state": {}}),
+        lambda: muonmesh_optimizer.load_state_dict(adam.state_dict()),
+        lambda: muonmesh_optimizer.load_state_dict({**muonmesh_optimizer.sharded_state_dict(), "state": {}}),
     ):
         with pytest.raises((CheckpointException, StateError), match="write --no-load-optim") as caught:
             load()
-        told.append(str(caught.value))
-    after = run.held()
+        messages.append(str(caught.value))
+    after = run.state_tensors()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    return told
+    return messages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_a_checkpoint_of_megatrons_adam_names_the_argument(workers, tmp_path: Path, dtype: torch.dtype) -> None:
-    for told in workers(2).run(of_adam, Shape(dtype=dtype, model=ONE_LAYER), tmp_path / "saved", timeout=120.0):
-        assert re.search(r"KeyError: .*optimizer.state.momentum_buffer.[\w.]+\W+ \(To begin with new state, ", told[0])
-        assert "found the state of another optimizer; needed that of this one" in told[1]
-        assert "found no state of it" in told[2]
+    for messages in workers(2).run(of_adam, Shape(dtype=dtype, model=ONE_LAYER), tmp_path / "saved", timeout=120.0):
+        assert re.search(
+            r"KeyError: .*optimizer.state.momentum_buffer.[\w.]+\W+ \(To begin with new state, ", messages[0]
+        )
+        assert "found the state of another optimizer; needed that of this one" in messages[1]
+        assert "found no state of it" in messages[2]
 
 
 def bag(values: Mapping[str, nn.Parameter]) -> nn.Module:
@@ -169,17 +171,17 @@ def through_plain(shape: Shape, folder: Path) -> tuple[dict[str, float], bool, b
     run = Run(shape, 7, {})
     run.train(range(2))
     mm.checkpoint.save(folder / "megatron", run.chunks[0], run.optimizer)
-    wholes = gathered.gather(gathered.held(gathered.named(run.chunks)))
+    wholes = gathered.gather(gathered.local_values(gathered.named(run.chunks)))
     zeros = {name: torch.zeros_like(value).float() for name, value in wholes.items()}
     plain = Oracle(zeros, process_group="world")
     mm.checkpoint.load(folder / "megatron", bag(plain.parameters), plain.optimizer)
     run.optimizer.zero_grad()
     host.backward(shape, run.chunks, run.optimizer, 2)
-    reduced = gathered.gather(gathered.held(gathered.named(run.chunks), gathered.gradients(run.chunks)))
+    reduced = gathered.gather(gathered.local_values(gathered.named(run.chunks), gathered.gradients(run.chunks)))
     run.optimizer.step()
     plain.step(reduced, policy="all", skip_above="1e9x")
     rounded = {name: value.detach().to(shape.dtype) for name, value in plain.parameters.items()}
-    wholes = gathered.gather(gathered.held(gathered.named(run.chunks)))
+    wholes = gathered.gather(gathered.local_values(gathered.named(run.chunks)))
     differing = {name: float((rounded[name] - wholes[name]).float().abs().max()) for name in wholes}
     mm.checkpoint.save(folder / "plain", bag(plain.parameters), plain.optimizer)
     back = Run(shape, 9, {})
@@ -278,14 +280,14 @@ def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple
     strategy.use_cached_ckpt_structure = True
     strategy = FullyParallelSaveStrategyWrapper(strategy, parallel_state.get_data_parallel_group(), True)
     try:
-        for turn in range(3):
-            run.train(range(turn, turn + 1))
-            saved, gate = run.held(), folder / f"gate {turn}"
-            request = run.save(folder / str(turn), strategy, async_sharded_save=True, **MEGATRONS)
+        for step in range(3):
+            run.train(range(step, step + 1))
+            saved, gate = run.state_tensors(), folder / f"gate {step}"
+            request = run.save(folder / str(step), strategy, async_sharded_save=True, **MEGATRONS)
             queue.schedule_async_request(
                 request._replace(async_fn=request.async_fn and functools.partial(cpu.once, gate, request.async_fn))
             )
-            losses, parameters = run.train(range(3, 5)) if turn == 2 else ([], {})
+            losses, parameters = run.train(range(3, 5)) if step == 2 else ([], {})
             early = queue.maybe_finalize_async_calls(blocking=False)
             gate.touch()
             queue.maybe_finalize_async_calls(blocking=True)
@@ -293,10 +295,10 @@ def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple
         queue.close()
     back = Run(shape, 8, {})
     back.load(folder / "2")
-    held = back.held()
+    loaded = back.state_tensors()
     again, after = back.train(range(3, 5))
     same = again == losses and all(torch.equal(after[name], parameters[name]) for name in parameters)
-    return early, held.keys() == saved.keys() and all(torch.equal(held[key], saved[key]) for key in saved), same
+    return early, loaded.keys() == saved.keys() and all(torch.equal(loaded[key], saved[key]) for key in saved), same
 
 
 @pytest.mark.parametrize(
@@ -306,8 +308,8 @@ def saved_while_it_trains(shape: Shape, folder: Path, persistent: bool) -> tuple
 )
 def test_saved_while_it_trains(workers, tmp_path: Path, shape: Shape, persistent: bool) -> None:
     """``--async-save``; with one process for all checkpoints what lies on a CPU is in memory that it shares."""
-    found = workers(2).run(saved_while_it_trains, shape, tmp_path, persistent, timeout=180.0)
-    assert found == [([], True, True)] * 2
+    by_rank = workers(2).run(saved_while_it_trains, shape, tmp_path, persistent, timeout=180.0)
+    assert by_rank == [([], True, True)] * 2
 
 
 @host.writers()

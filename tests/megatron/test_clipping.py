@@ -40,10 +40,10 @@ def stepped(shape: Shape, make: Any, huge: str, **settings: Any) -> tuple[dict[s
         if half == huge:
             parameter.main_grad.mul_(HUGE)
     before = {name: (p.detach().clone(), p.main_grad.clone()) for name, p in named.items()}
-    told = optimizer.step()
+    step_result = optimizer.step()
     moved = {name: float((p.detach() - before[name][0]).float().norm()) for name, p in named.items()}
-    left = {name: float(p.main_grad.norm() / before[name][1].norm()) for name, p in named.items()}
-    return moved, left, told
+    remaining = {name: float(p.main_grad.norm() / before[name][1].norm()) for name, p in named.items()}
+    return moved, remaining, step_result
 
 
 def matrices(values: dict[str, float]) -> list[float]:
@@ -61,26 +61,26 @@ def test_a_huge_gradient_in_either_half(workers, flat: bool, dtype: torch.dtype)
     shape = Shape(tp=2, flat=flat, dtype=dtype)
     once = workers(2).run(stepped, shape, get_megatron_optimizer, "none")
     for huge in ("muon", "adamw"):
-        for (moved, left, (ok, norm, _)), (small, _, _) in zip(
+        for (moved, remaining, (ok, norm, _)), (small, _, _) in zip(
             workers(2).run(stepped, shape, get_megatron_optimizer, huge), once, strict=True
         ):
             assert ok
             assert norm > 0.1 * HUGE
             if huge == "muon":
                 assert moved == small
-            assert all(value == 1 for value in matrices(left))
+            assert all(value == 1 for value in matrices(remaining))
 
 
 @pytest.mark.parametrize("huge", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_megatrons_own_chain_scales_all_of_them(workers, dtype: torch.dtype, huge: str) -> None:
     """One norm scales both halves; of bf16 parameters it scales the masters' copies, which are gone after the step."""
-    for _, left, (ok, norm, _) in workers(2).run(stepped, Shape(tp=2, dtype=dtype), megatrons, huge):
+    for _, remaining, (ok, norm, _) in workers(2).run(stepped, Shape(tp=2, dtype=dtype), megatrons, huge):
         assert ok
         assert norm > 0.1 * HUGE
         if dtype == torch.float32:
-            assert max(matrices(left)) < 1e-6
-            assert max(rest(left)) < 1e-6
+            assert max(matrices(remaining)) < 1e-6
+            assert max(rest(remaining)) < 1e-6
 
 
 def crushed(shape: Shape) -> tuple[float, float]:
@@ -150,8 +150,8 @@ def all_reduces(shape: Shape, policy: Any, settings: dict[str, Any]) -> tuple[in
     host.backward(shape, chunks, optimizer, 0)
     optimizer.step()
     with counted() as calls:
-        told = optimizer.step()
-    return len(calls), told
+        step_result = optimizer.step()
+    return len(calls), step_result
 
 
 ONLY_MUON = r"^(?!.*linear)"
@@ -202,11 +202,11 @@ def test_all_reduces_of_a_step(
 )
 def test_a_multiple_of_the_mean_skips_on_all_stages(workers, shape: Shape) -> None:
     """As one process with all gradients skips: after the warm-up, norms above a tenth of their mean."""
-    for found in workers(4).run(train, shape, 15, policy="all", skip_above="0.1x"):
-        assert found.differing == {}
-        assert found.norms == pytest.approx(found.expected)
-        assert not any(found.skipped[:10])
-        assert any(found.skipped[10:]), found.norms
+    for by_rank in workers(4).run(train, shape, 15, policy="all", skip_above="0.1x"):
+        assert by_rank.differing == {}
+        assert by_rank.norms == pytest.approx(by_rank.expected)
+        assert not any(by_rank.skipped[:10])
+        assert any(by_rank.skipped[10:]), by_rank.norms
 
 
 def test_experts_are_no_group_of_their_own(workers) -> None:
@@ -238,15 +238,17 @@ def apart(shape: Shape, make: Any, part: str, **settings: Any) -> tuple[dict[str
     for name, parameter in named.items():
         parameter.main_grad.mul_(HUGE if part in name else 1.0)
     before = {name: p.detach().clone() for name, p in named.items()}
-    told = optimizer.step()
-    left = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+    step_result = optimizer.step()
+    remaining = gathered.gather(gathered.local_values(named, gathered.gradients(chunks)))
     norms = [
         float(
-            torch.cat([g.flatten() for n, g in left.items() if not MATRIX.search(n) and (part in n) == second]).norm()
+            torch.cat(
+                [g.flatten() for n, g in remaining.items() if not MATRIX.search(n) and (part in n) == second]
+            ).norm()
         )
         for second in (False, True)
     ]
-    return {name: float((p.detach() - before[name]).norm()) for name, p in named.items()}, norms, told
+    return {name: float((p.detach() - before[name]).norm()) for name, p in named.items()}, norms, step_result
 
 
 @pytest.mark.parametrize(

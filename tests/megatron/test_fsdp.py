@@ -71,12 +71,12 @@ def train(shape: Shape, **settings: Any) -> tuple[dict[str, float], list[list[fl
         muon=settings.get("muon"),
     )
     losses, norms, expected = [], [], []
-    for turn in range(3):
+    for step in range(3):
         optimizer.zero_grad()
-        losses.append(host.backward(shape, chunks, optimizer, turn))
+        losses.append(host.backward(shape, chunks, optimizer, step))
         reduced = whole(parameters, gradients=True)
-        taken, norm, _ = optimizer.step()
-        assert taken
+        stepped, norm, _ = optimizer.step()
+        assert stepped
         norms.append(norm)
         expected.append(oracle.step(reduced, config.clip_grad))
     return oracle.differing(whole(parameters)), losses, norms, expected
@@ -113,9 +113,9 @@ def losses_of(shape: Shape) -> list[list[float]]:
     chunks = host.chunks_of(shape)
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
     losses = []
-    for turn in range(3):
+    for step in range(3):
         optimizer.zero_grad()
-        losses.append(host.backward(shape, chunks, optimizer, turn))
+        losses.append(host.backward(shape, chunks, optimizer, step))
         optimizer.step()
     return losses
 

@@ -31,7 +31,7 @@ COVERS = (
 )
 
 
-def made(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
+def built(shape: Shape, **settings: Any) -> tuple[list[Any], Any]:
     host.begin(shape)
     chunks = host.chunks_of(shape)
     return chunks, get_megatron_optimizer(
@@ -58,15 +58,15 @@ def test_what_lies_in_main_grad_before_the_first_pass_does_not_matter(workers) -
 
 def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
     """How many gradients a step reads, and those of them that are no views of Megatron's buffers."""
-    chunks, optimizer = made(shape)
+    chunks, optimizer = built(shape)
     host.backward(shape, chunks, optimizer, 0)
     optimizer.step()
     muon = optimizer.optimizer
-    kept = muon._runtime
-    collected = collect(kept.planned, muon, kept, None)
-    entries = [entry for some in (collected.muon, *collected.adamw) for entry in some if entry]
-    found = {entry.member.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
-    read = {name: gradient for name, gradient in found.items() if gradient.numel()}
+    runtime = muon._runtime
+    collected = collect(runtime.planned, muon, runtime, None)
+    entries = [entry for group_entries in (collected.muon, *collected.adamw) for entry in group_entries if entry]
+    gradients = {entry.member.name: local_of(entry.gradient) for entry in entries if entry.gradient is not None}
+    read = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
     buffers = {buffer.grad_data.untyped_storage().data_ptr() for chunk in chunks for buffer in chunk.buffers}
     return len(read), [n for n, gradient in read.items() if gradient.untyped_storage().data_ptr() not in buffers]
 
@@ -83,12 +83,12 @@ def built_after_a_backward(shape: Shape) -> tuple[bool, float | None, float]:
     host.begin(shape)
     chunks = host.chunks_of(shape)
     host.backward(shape, chunks, None, 0)
-    left = {name: gradient.clone() for name, gradient in gathered.gradients(chunks).items()}
-    expected = gathered.gather(gathered.held(gathered.named(chunks), left))
+    gradients = {name: gradient.clone() for name, gradient in gathered.gradients(chunks).items()}
+    expected = gathered.gather(gathered.local_values(gathered.named(chunks), gradients))
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), chunks)
     optimizer.zero_grad()
     optimizer.sharded_state_dict()
-    same = all(torch.equal(left[name], gradient) for name, gradient in gathered.gradients(chunks).items())
+    same = all(torch.equal(gradients[name], gradient) for name, gradient in gathered.gradients(chunks).items())
     _, norm, _ = optimizer.step()
     return same, norm, float(torch.cat([gradient.double().flatten() for gradient in expected.values()]).norm())
 
@@ -106,7 +106,7 @@ def test_main_grad_is_megatrons_to_zero(workers, flat: bool) -> None:
 
 def scheduled() -> list[list[tuple[str, float, float]]]:
     """The rates and decays of all groups at steps 0, 5 and 10 of ten."""
-    _, optimizer = made(Shape(tp=2), muon={"lr": 0.2}, adamw={"weight_decay": 0.3}, config={"min_lr": 0.002})
+    _, optimizer = built(Shape(tp=2), muon={"lr": 0.2}, adamw={"weight_decay": 0.3}, config={"min_lr": 0.002})
     assert isinstance(optimizer, MegatronOptimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -121,12 +121,12 @@ def scheduled() -> list[list[tuple[str, float, float]]]:
         wd_incr_steps=10,
         wd_incr_style="linear",
     )
-    found = []
+    values = []
     for increment in (0, 5, 5):
         scheduler.step(increment)
-        found.append([(group["name"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+        values.append([(group["name"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
     assert get_canonical_lr_for_logging(optimizer.param_groups) == pytest.approx(0.002)
-    return found
+    return values
 
 
 def test_schedules_keep_ratios_and_leave_vectors_without_decay(workers) -> None:
@@ -142,7 +142,7 @@ def test_schedules_keep_ratios_and_leave_vectors_without_decay(workers) -> None:
 def decoupled() -> dict[str, tuple[float, bool]]:
     shape = Shape()
     config = host.optimizer_config(shape, decoupled_lr=0.005, decoupled_min_lr=0.001)
-    _, optimizer = made(
+    _, optimizer = built(
         shape,
         config={"decoupled_lr": 0.005, "decoupled_min_lr": 0.001},
         config_overrides=get_standard_config_overrides(config),
@@ -155,9 +155,9 @@ def decoupled() -> dict[str, tuple[float, bool]]:
 
 
 def test_a_decoupled_rate_is_that_of_embeddings_and_output_layer(workers) -> None:
-    for found in workers(2).run(decoupled):
-        assert found["adamw.embeddings"] == found["adamw.head"] == (0.005, False)
-        assert found["muon"] == found["adamw.vectors"] == (0.02, True)
+    for rates in workers(2).run(decoupled):
+        assert rates["adamw.embeddings"] == rates["adamw.head"] == (0.005, False)
+        assert rates["muon"] == rates["adamw.vectors"] == (0.02, True)
 
 
 # ------------------------------------------------------------------ overflow, zeros
@@ -165,37 +165,37 @@ def test_a_decoupled_rate_is_that_of_embeddings_and_output_layer(workers) -> Non
 
 def overflow(shape: Shape) -> tuple[Any, bool, list[float]]:
     """A non-finite gradient on the last rank alone, then a good step; what came back, what changed, the scales."""
-    chunks, optimizer = made(shape, config={"hysteresis": 1})
+    chunks, optimizer = built(shape, config={"hysteresis": 1})
     scales = [float(optimizer.get_loss_scale())]
     host.backward(shape, chunks, optimizer, 0)
-    before = gathered.gather(gathered.held(gathered.named(chunks)))
+    before = gathered.gather(gathered.local_values(gathered.named(chunks)))
     if dist.get_rank() == dist.get_world_size() - 1:
         last = list(chunks[-1].parameters())[-1]
         last.main_grad.fill_(float("inf"))
-    told = optimizer.step()
-    after = gathered.gather(gathered.held(gathered.named(chunks)))
+    step_result = optimizer.step()
+    after = gathered.gather(gathered.local_values(gathered.named(chunks)))
     scales.append(float(optimizer.get_loss_scale()))
-    return told, all(torch.equal(before[name], after[name]) for name in before), scales
+    return step_result, all(torch.equal(before[name], after[name]) for name in before), scales
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_an_overflow_on_one_rank_skips_on_all(workers, flat: bool) -> None:
     shape = Shape(pp=2, dtype=torch.float16, flat=flat)
-    for told, same, (before, after) in workers(2).run(overflow, shape):
-        assert told == (False, None, None)
+    for step_result, same, (before, after) in workers(2).run(overflow, shape):
+        assert step_result == (False, None, None)
         assert same
         assert after == before / 2
 
 
 def zeros(shape: Shape) -> tuple[int, int, int]:
-    chunks, optimizer = made(shape, config={"log_num_zeros_in_grad": True})
+    chunks, optimizer = built(shape, config={"log_num_zeros_in_grad": True})
     host.backward(shape, chunks, optimizer, 0)
     named = {n: p for n, p in gathered.named(chunks).items() if not getattr(p, "shared", False)}
-    whole = gathered.gather(gathered.held(named, gathered.gradients(chunks)))
+    whole = gathered.gather(gathered.local_values(named, gathered.gradients(chunks)))
     expected = sum(int((gradient == 0).sum()) for gradient in whole.values())
-    asked = optimizer.count_zeros()
-    _, _, told = optimizer.step()
-    return told, asked, expected
+    counted = optimizer.count_zeros()
+    _, _, returned = optimizer.step()
+    return returned, counted, expected
 
 
 @pytest.mark.parametrize(
@@ -204,40 +204,40 @@ def zeros(shape: Shape) -> tuple[int, int, int]:
     ids=["TP", "flat", "tied", "experts"],
 )
 def test_zeros_are_counted_once(workers, shape: Shape) -> None:
-    for told, asked, expected in workers(4).run(zeros, shape):
-        assert told == asked == expected
-        assert told > 0 or shape.tied
+    for returned, counted, expected in workers(4).run(zeros, shape):
+        assert returned == counted == expected
+        assert returned > 0 or shape.tied
 
 
 # ------------------------------------------------------------------ errors
 
 
-def one_stage(what: str) -> None:
+def one_stage(mistake: str) -> None:
     """Something is wrong on the last of two stages only."""
-    shape = Shape(pp=2, dtype=torch.float16 if what == "no main_grad" else torch.float32)
-    if what == "an override of one stage":
-        _, optimizer = made(shape, overrides={"output_layer": {"lr": 0.5}})
+    shape = Shape(pp=2, dtype=torch.float16 if mistake == "no main_grad" else torch.float32)
+    if mistake == "an override of one stage":
+        _, optimizer = built(shape, overrides={"output_layer": {"lr": 0.5}})
         rates = {name: g["lr"] for g in optimizer.param_groups for name in g["param_names"]}
         assert rates.get("output_layer.weight", 0.5) == 0.5
         return
-    if what == "an override of no stage":
-        made(shape, overrides={"no_such_layer": "adamw"})
-    mine = dist.get_rank() == 1
-    if what == "a setting":
-        made(shape, muon={"momentum": 2.0} if mine else None)
-    chunks, optimizer = made(shape, config={"clip_grad": 0.0 if mine and what == "a limit" else 1.0})
+    if mistake == "an override of no stage":
+        built(shape, overrides={"no_such_layer": "adamw"})
+    is_last = dist.get_rank() == 1
+    if mistake == "a setting":
+        built(shape, muon={"momentum": 2.0} if is_last else None)
+    chunks, optimizer = built(shape, config={"clip_grad": 0.0 if is_last and mistake == "a limit" else 1.0})
     host.backward(shape, chunks, optimizer, 0)
-    if what == "a group":
-        optimizer.param_groups[0]["momentum"] = 2.0 if mine else 0.95
-    if what == "a gradient":
-        next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if mine else torch.zeros(64, 32)
-    if what == "no main_grad" and mine:  # found while the loss scale is taken out
+    if mistake == "a group":
+        optimizer.param_groups[0]["momentum"] = 2.0 if is_last else 0.95
+    if mistake == "a gradient":
+        next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if is_last else torch.zeros(64, 32)
+    if mistake == "no main_grad" and is_last:  # found while the loss scale is taken out
         parameter = next(iter(chunks[0].parameters()))
         parameter.grad, parameter.main_grad = torch.zeros_like(parameter), None
-    if what == "a state":  # clipping, which meets all stages, does not look at it
+    if mistake == "a state":  # clipping, which meets all stages, does not look at it
         optimizer.step()
         tensor = optimizer.param_groups[0]["params"][0]
-        if mine:
+        if is_last:
             optimizer.optimizer.state[tensor]["momentum_buffer"] = torch.zeros(1)
     optimizer.step()
 
@@ -247,7 +247,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("mistake", "message"),
     [
         ("an override of no stage", "no_such_layer"),
         ("a setting", "momentum"),
@@ -258,37 +258,37 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
         ("no main_grad", "a gradient in grad and no main_grad"),
     ],
 )
-def test_an_error_on_one_stage_is_raised_on_every_stage(workers, what: str, message: str) -> None:
+def test_an_error_on_one_stage_is_raised_on_every_stage(workers, mistake: str, message: str) -> None:
     begin = time.monotonic()
-    first, second = workers(2).run_expecting_errors(one_stage, what, timeout=30.0)
+    first, second = workers(2).run_expecting_errors(one_stage, mistake, timeout=30.0)
     assert time.monotonic() - begin < 30  # gloo would wait for minutes
     assert issubclass(second.error, (ValueError, StateError))
     assert re.search(message, second.message)
-    assert first.error is (ValueError if what in ("an override of no stage", "a limit") else PlanError)
+    assert first.error is (ValueError if mistake in ("an override of no stage", "a limit") else PlanError)
 
 
-def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, bool]:
+def stopped(mistake: str, policy: str, **config: Any) -> tuple[str, bool, bool, bool]:
     """Something is wrong on one replica of the last of two stages, and then is mended.
 
     Returns:
         The error's message; whether weights and gradients are those from before; and whether both of two more steps,
         once all is well again, changed something.
     """
-    chunks, optimizer = made(Shape(pp=2), policy=policy, config=config)
+    chunks, optimizer = built(Shape(pp=2), policy=policy, config=config)
     host.backward(Shape(pp=2), chunks, optimizer, 0)
     optimizer.step()
-    named, mine = gathered.named(chunks), dist.get_rank() == dist.get_world_size() - 1
+    named, is_last = gathered.named(chunks), dist.get_rank() == dist.get_world_size() - 1
     tensor = optimizer.param_groups[0]["params"][0]
     state, group, gradient = optimizer.optimizer.state[tensor], optimizer.param_groups[0], tensor.main_grad
     momentum, rate = state["momentum_buffer"], group["lr"]
     before = [(p.detach().clone(), p.main_grad.clone()) for p in named.values()]
-    if mine and what == "no gradient":
+    if is_last and mistake == "no gradient":
         tensor.main_grad = None
-    if mine and what == "a rate":
+    if is_last and mistake == "a rate":
         group["lr"] = 2 * rate
-    if mine and what == "a setting":
+    if is_last and mistake == "a setting":
         group["momentum"] = 2.0
-    if mine and what == "a state":
+    if is_last and mistake == "a state":
         state["momentum_buffer"] = torch.zeros(1)
     with pytest.raises((PlanError, StateError, ValueError)) as caught:
         optimizer.step()
@@ -297,9 +297,9 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
     weights, gradients = (
         all(torch.equal(old[i], new[i]) for old, new in zip(before, after, strict=True)) for i in range(2)
     )
-    taken = [optimizer.step()[0] for _ in range(2)]
+    stepped = [optimizer.step()[0] for _ in range(2)]
     moved = not torch.equal(tensor, dict(zip(named.values(), before, strict=True))[tensor][0])
-    return str(caught.value), weights, gradients, all(taken) and moved
+    return str(caught.value), weights, gradients, all(stepped) and moved
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
     ids=["clipped", "not clipped", "separate"],
 )
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("mistake", "message"),
     [
         ("no gradient", r"Some of the ranks .2, 3. have a gradient"),
         ("a rate", "on rank 2 and .* on rank 3"),
@@ -316,17 +316,19 @@ def stopped(what: str, policy: str, **config: Any) -> tuple[str, bool, bool, boo
         ("a state", "momentum_buffer a plain tensor of shape"),
     ],
 )
-def test_nothing_is_written_on_any_stage(workers, what: str, message: str, policy: str, config: dict[str, Any]) -> None:
+def test_nothing_is_written_on_any_stage(
+    workers, mistake: str, message: str, policy: str, config: dict[str, Any]
+) -> None:
     """What only the flags of a stage find is raised on the other stage too, before it has scaled or written."""
-    found = workers(4).run(stopped, what, policy, **config, timeout=60.0)
-    assert [(weights, gradients, moved) for _, weights, gradients, moved in found] == [(True, True, True)] * 4
-    messages = [told for told, *_ in found]
-    assert all("nother rank" in told for told in messages[:2])
-    assert all(re.search(message, told) for told in messages[2:])
+    outcomes = workers(4).run(stopped, mistake, policy, **config, timeout=60.0)
+    assert [(weights, gradients, moved) for _, weights, gradients, moved in outcomes] == [(True, True, True)] * 4
+    messages = [message_of_rank for message_of_rank, *_ in outcomes]
+    assert all("nother rank" in message_of_rank for message_of_rank in messages[:2])
+    assert all(re.search(message, message_of_rank) for message_of_rank in messages[2:])
 
 
 def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
-    made(Shape(), config=config, **arguments)
+    built(Shape(), config=config, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -363,24 +365,24 @@ def test_offloading_is_refused_by_what_replaces_it(workers) -> None:
     workers(2).run(offloaded)
 
 
-def refused_chunks(what: str) -> None:
+def refused_chunks(kind: str) -> None:
     """What is set in the wrapper or the model, or what OptimizerConfig takes with Transformer Engine only."""
     shape = Shape()
     host.begin(shape)
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
-    if what in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
-        setattr(chunks[0].ddp_config, what, True)
-    elif what in refusals._MODEL:  # fields that versions after 0.16.1 have
-        setattr(chunks[0].config, what, 2)
-    elif what in ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag"):
-        setattr(config, what, True)
+    if kind in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
+        setattr(chunks[0].ddp_config, kind, True)
+    elif kind in refusals._MODEL:  # fields that versions after 0.16.1 have
+        setattr(chunks[0].config, kind, 2)
+    elif kind in ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag"):
+        setattr(config, kind, True)
     else:
         chunks = [chunks[0].module]
     get_megatron_optimizer(config, chunks)
 
 
 @pytest.mark.parametrize(
-    "what",
+    "kind",
     [
         "use_megatron_fsdp",
         "fp8_param_gather",
@@ -391,10 +393,10 @@ def refused_chunks(what: str) -> None:
         "a GPTModel",
     ],
 )
-def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, what: str) -> None:
-    for outcome in workers(2).run_expecting_errors(refused_chunks, what):
+def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, kind: str) -> None:
+    for outcome in workers(2).run_expecting_errors(refused_chunks, kind):
         assert outcome.error is ValueError
-        assert f"found {what}" in outcome.message
+        assert f"found {kind}" in outcome.message
 
 
 def unreduced() -> bool:
@@ -405,13 +407,13 @@ def unreduced() -> bool:
     host.backward(shape, chunks, None, 0)
     name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
     expert = gathered.named(chunks)[name]
-    both = [torch.zeros_like(expert) for _ in range(2)]
-    dist.all_gather(both, expert.main_grad)
-    differ = not torch.equal(*both)
-    dist.all_gather(both, expert.detach())
+    experts = [torch.zeros_like(expert) for _ in range(2)]
+    dist.all_gather(experts, expert.main_grad)
+    differ = not torch.equal(*experts)
+    dist.all_gather(experts, expert.detach())
     with pytest.raises(ValueError, match=r"does not average .* Set expert_model_parallel_size above 1, or expert_t"):
         get_megatron_optimizer(host.optimizer_config(shape), chunks)
-    return differ and torch.equal(*both)
+    return differ and torch.equal(*experts)
 
 
 def test_experts_that_megatron_lets_drift_apart_are_refused(workers) -> None:
@@ -455,14 +457,14 @@ def test_a_collection_without_a_group_says_which(workers) -> None:
 
 
 def offered(shape: Shape) -> None:
-    chunks, optimizer = made(shape)
+    chunks, optimizer = built(shape)
     assert optimizer.chained_optimizers == [optimizer]
     assert optimizer.is_stub_optimizer is False
     host.backward(shape, chunks, optimizer, 0)
     assert optimizer.prepare_grads() is False
     norm = optimizer.get_grad_norm()
     gradients: list[Tensor] = list(
-        gathered.gather(gathered.held(gathered.named(chunks), gathered.gradients(chunks))).values()
+        gathered.gather(gathered.local_values(gathered.named(chunks), gathered.gradients(chunks))).values()
     )
     assert norm == pytest.approx(float(torch.cat([g.double().flatten() for g in gradients]).norm()))
     assert optimizer.step_with_ready_grads() is True
@@ -492,7 +494,7 @@ def test_what_loops_read(workers, flat: bool) -> None:
 
 def written(shape: Shape) -> tuple[dict[str, float], list[str]]:
     """How far a tiny step takes each weight from what was written; and masters that are saved, but not its own."""
-    chunks, optimizer = made(shape)
+    chunks, optimizer = built(shape)
     host.backward(shape, chunks, optimizer, 0)
     optimizer.step()
     parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
@@ -519,4 +521,4 @@ def test_weights_that_other_code_writes_are_respected(workers, flat: bool) -> No
     for far, stale in workers(2).run(written, Shape(dtype=torch.bfloat16, flat=flat)):
         assert stale == []
         assert len(far) > 4
-        assert {name: one for name, one in far.items() if one > 2.0**-8 * 0.004} == {}
+        assert {name: distance for name, distance in far.items() if distance > 2.0**-8 * 0.004} == {}

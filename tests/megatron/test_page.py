@@ -31,16 +31,16 @@ def page(path: str) -> None:
     snippets = run("docs/megatron.md", {}, names, {"path": path})
     next(snippets)
     assert megatrons.get_megatron_optimizer.keywords == {"muon": {"lr": 6e-4, "momentum": 0.95}}
-    found = next(snippets)
-    optimizer = found["optimizer"]
-    assert found["ok"]
-    assert found["norm"] > 0
+    results = next(snippets)
+    optimizer = results["optimizer"]
+    assert results["ok"]
+    assert results["norm"] > 0
     rates = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert rates["muon"] == (6e-4, 0.1)
     assert rates["muon[weight_decay=0.0]"] == (6e-4, 0.0)
-    before = gathered.gather(gathered.held(gathered.named(chunks)))
+    before = gathered.gather(gathered.local_values(gathered.named(chunks)))
     next(snippets)
-    after = gathered.gather(gathered.held(gathered.named(chunks)))
+    after = gathered.gather(gathered.local_values(gathered.named(chunks)))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

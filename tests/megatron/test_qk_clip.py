@@ -27,23 +27,23 @@ def trained(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tenso
     if on_host:
         work_in_copies(optimizer.optimizer)
     rank, data = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-    for turn in range(4):
+    for step in range(4):
         optimizer.zero_grad()
-        host.backward(shape, chunks, optimizer, turn)
+        host.backward(shape, chunks, optimizer, step)
         optimizer.step()
-        if clips and turn < 3:  # the last step rounds the masters as the clips have left them
+        if clips and step < 3:  # the last step rounds the masters as the clips have left them
             for layer in chunks[0].module.module.decoder.layers:
-                own = torch.tensor(LOGITS).chunk(shape.tp)[rank].clone()
-                layer.self_attention.core_attention.current_max_attn_logits = own / (1 + data)
+                rank_logits = torch.tensor(LOGITS).chunk(shape.tp)[rank].clone()
+                layer.self_attention.core_attention.current_max_attn_logits = rank_logits / (1 + data)
             assert clip_qk(chunks) == max(torch.tensor(LOGITS).chunk(shape.tp)[rank])
-    if shape.late:
+    if shape.late_gather:
         chunks[0].start_param_sync(force_sync=True)
-    return gathered.gather(gathered.held(gathered.named(chunks)))
+    return gathered.gather(gathered.local_values(gathered.named(chunks)))
 
 
 def compared(shape: Shape, on_host: bool) -> tuple[list[str], list[str]]:
     """Which weights differ between the distributed optimizer and the plain one, and which the clip changes."""
-    flat, plain = trained(shape.but(flat=True), True, on_host), shape.but(late=False)
+    flat, plain = trained(shape.but(flat=True), True, on_host), shape.but(late_gather=False)
     whole, never = trained(plain, True), trained(plain, False)
     wrong = [name for name in whole if not torch.equal(whole[name], flat[name])]
     return wrong, [name for name in whole if not torch.equal(whole[name], never[name])]
@@ -98,7 +98,7 @@ def test_master_weights_keep_their_precision_through_a_clip(workers, flat: bool)
     ("ranks", "shape", "on_host"),
     [
         (2, Shape(dtype=torch.bfloat16, model=CLIP), True),
-        (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late=True), False),
+        (2, Shape(dtype=torch.float16, model=CLIP, overlap=True, late_gather=True), False),
         (4, Shape(tp=2, dtype=torch.bfloat16, model=(*CLIP, *LATENT, *ONE_LAYER)), False),
     ],
     ids=["DP 2, bf16, state in CPU memory", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],

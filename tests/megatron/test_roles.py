@@ -45,22 +45,22 @@ def roles(shape: Shape) -> Roles:
     """Of this rank's stage."""
     host.begin(shape)
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), host.chunks_of(shape))
-    found: Roles = {}
+    role_of: Roles = {}
     wholes = {member.name: member.storage.shape for member in placed_members(optimizer.optimizer)}
     for group in optimizer.param_groups:
         for i, name in enumerate(group["param_names"]):
             matrices = group["matrices"][i] if "matrices" in group else None
-            found[name] = (group["name"].removesuffix("[experts]"), matrices, wholes[name])
-    return found
+            role_of[name] = (group["name"].removesuffix("[experts]"), matrices, wholes[name])
+    return role_of
 
 
 def table(pool: Any, shape: Shape) -> Roles:
     """Of all stages."""
-    found: Roles = {}
-    for mine in pool.run(roles, shape):
-        for name, said in mine.items():
-            assert found.setdefault(name, said) == said
-    return found
+    role_of: Roles = {}
+    for rank_roles in pool.run(roles, shape):
+        for name, role in rank_roles.items():
+            assert role_of.setdefault(name, role) == role
+    return role_of
 
 
 VECTOR = ("adamw.vectors", None)
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
     ),
     "gated delta net": (
         DELTA_NET,
-        {name: said for name, said in BLOCK.items() if "linear_proj" not in name}
+        {name: placing for name, placing in BLOCK.items() if "linear_proj" not in name}
         | MLP
         | {
             f"{LAYER}self_attention.in_proj.weight": ("muon", ("rows", 16, 16, 32, 32, 4, 4)),
@@ -149,8 +149,8 @@ CASES: dict[str, tuple[Any, dict[str, tuple[str, Any]], list[Shape]]] = {
         | {f"{AHEAD}{name}.weight": VECTOR for name in ("enorm", "hnorm", "final_layernorm")}
         | {f"{AHEAD}eh_proj.weight": ("muon", "whole")}
         | {
-            name.replace(LAYER, f"{AHEAD}{INNER}."): said
-            for name, said in (BLOCK | QKV | MLP).items()
+            name.replace(LAYER, f"{AHEAD}{INNER}."): placing
+            for name, placing in (BLOCK | QKV | MLP).items()
             if name.startswith(LAYER)
         },
         [Shape(), Shape(tp=2)],
@@ -175,9 +175,9 @@ def test_roles_by_megatrons_own_classes(workers, case: str) -> None:
     settings, expected, shapes = CASES[case]
     first: Roles = {}
     for shape in shapes:
-        found = table(workers(2), shape.but(model=(*ONE_LAYER, *settings, *shape.model)))
-        assert {name: (group, matrices) for name, (group, matrices, _) in found.items()} == expected
-        assert found == (first := first or found)
+        role_of = table(workers(2), shape.but(model=(*ONE_LAYER, *settings, *shape.model)))
+        assert {name: (group, matrices) for name, (group, matrices, _) in role_of.items()} == expected
+        assert role_of == (first := first or role_of)
 
 
 def test_stages_get_what_the_whole_model_gets(workers) -> None:
@@ -224,14 +224,14 @@ def grouped() -> tuple[list[tuple[str, Any]], list[str]]:
         kinds.TEGroupedMLP, config, linear_fc1=Grouped(2, 48, 32), linear_fc2=Grouped(2, 32, 24)
     )
     groups = split_params(experts)
-    held = list(parameter_sites(experts))
-    return list(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True)), [whole_name(s, 3) for s in held]
+    sites = list(parameter_sites(experts))
+    return list(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True)), [whole_name(s, 3) for s in sites]
 
 
 def test_experts_of_transformer_engine_have_numbers_and_halves(workers) -> None:
     """Gate and up of each; on the fourth expert-parallel rank with two experts they are the seventh and eighth."""
-    for found, names in workers(2).run(grouped):
-        assert found == [
+    for splits, names in workers(2).run(grouped):
+        assert splits == [
             ("linear_fc1.weight0", HALVES),
             ("linear_fc1.weight1", HALVES),
             ("linear_fc2.weight0", "whole"),
@@ -247,8 +247,8 @@ def latent(kind: str) -> dict[str, Any]:
     sizes = {"linear_qkv_down_proj": (32, 16 + 8 + 4), "linear_kv_down_proj": (32, 8 + 4), "linear_kv_up_proj": (8, 64)}
     linear = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
     module = importlib.import_module(f"megatron.core.transformer.{kind.rpartition('.')[0]}")
-    made = without_constructor(getattr(module, kind.rpartition(".")[2]), host.config_of(shape), **linear)
-    groups = split_params(made)
+    layer = without_constructor(getattr(module, kind.rpartition(".")[2]), host.config_of(shape), **linear)
+    groups = split_params(layer)
     return dict(zip(groups[0]["param_names"], groups[0]["matrices"], strict=True))
 
 
@@ -261,8 +261,8 @@ def latent(kind: str) -> dict[str, Any]:
     ],
 )
 def test_parts_of_later_kinds_of_latent_attention_are_matrices_of_their_own(workers, kind: str) -> None:
-    for found in workers(2).run(latent, kind):
-        assert found == {
+    for specs in workers(2).run(latent, kind):
+        assert specs == {
             "linear_qkv_down_proj.weight": ("rows", 16, 8, 4),
             "linear_kv_down_proj.weight": ("rows", 8, 4),
             "linear_kv_up_proj.weight": ("interleaved", (8, 8), 0),

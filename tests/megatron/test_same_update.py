@@ -44,7 +44,7 @@ FLAT = {
     "TP 2": (2, Shape(tp=2, flat=True)),
     "TP 2 × DP 2, small overlapping buckets": (4, Shape(tp=2, flat=True, overlap=True)),
     "TP 2 × DP 2, bf16": (4, Shape(tp=2, flat=True, dtype=BF16)),
-    "DP 4, parameters gathered in the next forward pass": (4, Shape(flat=True, overlap=True, late=True)),
+    "DP 4, parameters gathered in the next forward pass": (4, Shape(flat=True, overlap=True, late_gather=True)),
     "PP 2 × DP 2, tied": (4, Shape(pp=2, flat=True, tied=True)),
     "multi-token prediction, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=MTP + ONE_LAYER)),
     "PP 2 × DP 2, nothing to train on the last stage": (4, Shape(pp=2, flat=True, frozen_stage=1)),
@@ -58,10 +58,10 @@ FLAT = {
 
 
 def check(trained: list[Trained]) -> None:
-    for each in trained:
-        assert each.differing == {}
-        assert each.moved > 0.01
-        assert each.norms == pytest.approx(each.expected, rel=1e-6)
+    for of_rank in trained:
+        assert of_rank.differing == {}
+        assert of_rank.moved > 0.01
+        assert of_rank.norms == pytest.approx(of_rank.expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", WHOLE)

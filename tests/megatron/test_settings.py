@@ -57,11 +57,11 @@ STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 def scheduled_groups(make: Any, config: Any, chunks: Any, overrides: Any) -> dict[str, list[float]]:
     """For each parameter its rate and its decay at step 0 of ten, then at 3, 6 and 12, for each style of decaying."""
     optimizer = make(config, chunks, overrides)
-    found: dict[str, list[float]] = {}
+    rates_and_decays: dict[str, list[float]] = {}
     for style in STYLES:
         for name, values in of_style(optimizer, chunks, style).items():
-            found.setdefault(name, []).extend(values)
-    return found
+            rates_and_decays.setdefault(name, []).extend(values)
+    return rates_and_decays
 
 
 def of_style(optimizer: Any, chunks: Any, style: str) -> dict[str, list[float]]:
@@ -81,22 +81,26 @@ def of_style(optimizer: Any, chunks: Any, style: str) -> dict[str, list[float]]:
         wd_incr_style="linear" if style == "linear" else "cosine",
     )
     names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for increment in (0, 3, 3, 6):
         scheduler.step(increment)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found.setdefault(names[parameter], []).extend((group["lr"], group["weight_decay"]))
-    return found
+                values.setdefault(names[parameter], []).extend((group["lr"], group["weight_decay"]))
+    return values
 
 
-def both(overrides: str, settings: dict[str, Any]) -> None:
+def rates_of_both(overrides: str, settings: dict[str, Any]) -> None:
     host.begin(NORMS)
     chunks, config = host.chunks_of(NORMS), host.optimizer_config(NORMS, **{"min_lr": 0.002, **settings})
-    theirs = scheduled_groups(megatrons, config, chunks, OVERRIDES[overrides])
-    ours = scheduled_groups(get_megatron_optimizer, config, chunks, OVERRIDES[overrides])
-    assert ours.keys() == theirs.keys()
-    differing = {name: (ours[name], theirs[name]) for name in ours if ours[name] != pytest.approx(theirs[name])}
+    by_megatron = scheduled_groups(megatrons, config, chunks, OVERRIDES[overrides])
+    by_muonmesh = scheduled_groups(get_megatron_optimizer, config, chunks, OVERRIDES[overrides])
+    assert by_muonmesh.keys() == by_megatron.keys()
+    differing = {
+        name: (by_muonmesh[name], by_megatron[name])
+        for name in by_muonmesh
+        if by_muonmesh[name] != pytest.approx(by_megatron[name])
+    }
     assert differing == {}
 
 
@@ -112,15 +116,15 @@ def both(overrides: str, settings: dict[str, Any]) -> None:
 )
 def test_rates_and_decays_are_megatrons(workers, overrides: str, settings: dict[str, Any]) -> None:
     """Its own optimizers, with its own scheduler, are the reference."""
-    workers(2).run(both, overrides, settings)
+    workers(2).run(rates_of_both, overrides, settings)
 
 
 def ours_alone(config: dict[str, Any], overrides: Any, arguments: dict[str, Any]) -> dict[str, tuple[str, float]]:
     host.begin(NORMS)
     chunks = host.chunks_of(NORMS)
-    made = host.optimizer_config(NORMS)
-    vars(made).update(config)  # no version of Megatron has all of these fields
-    optimizer = get_megatron_optimizer(made, chunks, overrides, **arguments)
+    optimizer_config = host.optimizer_config(NORMS)
+    vars(optimizer_config).update(config)  # no version of Megatron has all of these fields
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, overrides, **arguments)
     return {name: (g["name"], g["weight_decay"]) for g in optimizer.param_groups for name in g["param_names"]}
 
 
@@ -128,9 +132,11 @@ def test_our_arguments_and_megatrons_decide_about_decay_together(workers) -> Non
     """A decay by name comes first; that of a half is what ``wd_mult`` multiplies."""
     config, norm = {"apply_wd_to_qk_layernorm": True}, "decoder.layers.0.self_attention.q_layernorm.weight"
     named, bias = {"k_layernorm": {"weight_decay": 0.05}, "fc1.bias": {"weight_decay": 0.2}}, "linear_fc1.bias"
-    for found in workers(2).run(ours_alone, config, None, {"adamw": {"weight_decay": 0.4}, "overrides": named}):
-        by_end = {name.rpartition("layers.0.")[2]: decay for name, (_, decay) in found.items()}
-        assert found[norm] == ("adamw.vectors[end_wd=0.4][start_wd=0.4][wd_mult=1.0]", 0.4)
+    for groups_and_decays in workers(2).run(
+        ours_alone, config, None, {"adamw": {"weight_decay": 0.4}, "overrides": named}
+    ):
+        by_end = {name.rpartition("layers.0.")[2]: decay for name, (_, decay) in groups_and_decays.items()}
+        assert groups_and_decays[norm] == ("adamw.vectors[end_wd=0.4][start_wd=0.4][wd_mult=1.0]", 0.4)
         assert by_end["self_attention.k_layernorm.weight"] == 0.05
         assert by_end[f"mlp.{bias}"] == 0.2
         assert by_end["input_layernorm.weight"] == by_end["mlp.linear_fc2.bias"] == 0.0
@@ -140,10 +146,10 @@ def test_our_arguments_and_megatrons_decide_about_decay_together(workers) -> Non
 def without_a_least_rate() -> None:
     """OptimizerConfig without ``min_lr``, its default: the scheduler's counts."""
     host.begin(NORMS)
-    found = scheduled_groups(
+    rates = scheduled_groups(
         get_megatron_optimizer, host.optimizer_config(NORMS, min_lr=None), host.chunks_of(NORMS), None
     )
-    assert {values[-2] for values in found.values()} == {0.002}
+    assert {values[-2] for values in rates.values()} == {0.002}
 
 
 def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
@@ -195,8 +201,8 @@ def clipped(rule: str) -> tuple[list[float | None], list[float]]:
     chunks, config = host.chunks_of(shape), host.optimizer_config(shape, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, chunks, muon={"rule": rule})
     norms, scaled = list[float | None](), list[float]()
-    for turn, config.clip_grad in enumerate((0.0, 1e-3, 0.0)):
-        host.backward(shape, chunks, optimizer, turn)
+    for step, config.clip_grad in enumerate((0.0, 1e-3, 0.0)):
+        host.backward(shape, chunks, optimizer, step)
         gradient = next(p for p in chunks[0].parameters() if p.requires_grad).main_grad
         before = gradient.clone()
         norms.append(optimizer.step()[1])
@@ -226,7 +232,7 @@ def test_a_limit_counts_from_the_step_that_has_it(workers) -> None:
         (Shape(flat=True, dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
         (Shape(dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
         (Shape(), {"check_for_nan_in_grad": True, "check_for_large_grads": True}),
-        (Shape(flat=True, overlap=True, late=True), {"align_param_gather": True}),
+        (Shape(flat=True, overlap=True, late_gather=True), {"align_param_gather": True}),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
@@ -274,9 +280,9 @@ def plain(kind: type[Net], shape: Shape) -> dict[str, float]:
     optimizer = get_megatron_optimizer(config, [chunk])
     betas = config.adam_beta1, config.adam_beta2
     reference = mm.from_model(single, 0.02, adamw_betas=betas, adamw_eps=config.adam_eps, process_group="local")
-    for turn in range(3):
+    for step in range(3):
         chunk.zero_grad_buffer()
-        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * turn + dist.get_rank()))
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         chunk(inputs).square().mean().backward()
         chunk.finish_grad_sync()
         (buffer,) = chunk.buffers

@@ -35,7 +35,7 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     parameters = gathered.named(chunks)
     parameters = {name: p for name, p in parameters.items() if p.requires_grad}
     once = {name: p for name, p in parameters.items() if not getattr(p, "shared", False)}
-    wholes = gathered.gather(gathered.held(once))
+    wholes = gathered.gather(gathered.local_values(once))
     oracle = Oracle(
         wholes,
         lr=config.lr,
@@ -48,21 +48,21 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     )
     losses, norms, expected, skipped = [], [], [], []
     options = {key: settings[key] for key in ("policy", "skip_above") if key in settings}
-    for turn in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
-        losses.append(host.backward(shape, chunks, optimizer, turn))
-        reduced = gathered.gather(gathered.held(once, gathered.gradients(chunks)))
+        losses.append(host.backward(shape, chunks, optimizer, step))
+        reduced = gathered.gather(gathered.local_values(once, gathered.gradients(chunks)))
         scale = float(optimizer.get_loss_scale())
-        taken, norm, _ = optimizer.step()
-        skipped.append(not taken)
+        stepped, norm, _ = optimizer.step()
+        skipped.append(not stepped)
         norms.append(norm)
-        given = {name: gradient / scale for name, gradient in reduced.items()}
-        expected.append(oracle.step(given, config.clip_grad, **options))
+        gradients = {name: gradient / scale for name, gradient in reduced.items()}
+        expected.append(oracle.step(gradients, config.clip_grad, **options))
         assert skipped[-1] == oracle.optimizer.skipped
-    if shape.late:
+    if shape.late_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)  # no forward pass comes any more
-    after = gathered.gather(gathered.held(parameters))
+    after = gathered.gather(gathered.local_values(parameters))
     copy = after.pop("output_layer.weight", None) if shape.tied else None
     if copy is not None:
         assert torch.equal(copy, after["embedding.word_embeddings.weight"]), "tied copies have drifted apart"

@@ -42,9 +42,9 @@ def pretrain(folder: Path, *runs: str) -> list[tuple[list[int], dict[int, float]
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr
-    told = [(folder / f"{number}.1").read_text() for number in range(len(runs))]
-    losses = [{int(i): float(x) for i, x in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)} for log in told]
-    return list(zip(json.loads(ran.stdout.splitlines()[-1]), losses, told, strict=True))
+    outputs = [(folder / f"{number}.1").read_text() for number in range(len(runs))]
+    losses = [{int(i): float(x) for i, x in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", log)} for log in outputs]
+    return list(zip(json.loads(ran.stdout.splitlines()[-1]), losses, outputs, strict=True))
 
 
 ASYNC = f"{FLAT} --async-save --use-persistent-ckpt-worker --ckpt-assume-constant-structure"
@@ -86,7 +86,7 @@ def test_arguments_about_resuming(tmp_path: Path) -> None:
     load = f"--load {tmp_path}/saved --ckpt-step 3 --lr 0.005 --min-lr 0.0005"
     files = "--ckpt-fully-parallel-load --disable-ckpt-fully-parallel-save --dist-ckpt-strictness raise_all"
     files += " --disable-gloo-process-groups"
-    (codes, whole, log), overridden, kept, new, finetuned, read = pretrain(
+    (codes, whole, log), overridden, kept_run, new, finetuned, read = pretrain(
         tmp_path,
         f"--save {tmp_path}/saved --save-interval 3 --exit-interval 4",
         f"{load} --override-opt-param-scheduler",
@@ -96,11 +96,11 @@ def test_arguments_about_resuming(tmp_path: Path) -> None:
         f"--load {tmp_path}/saved --ckpt-step 3 {files} --save {tmp_path}/again --save-interval 5",
     )
     assert codes == [0, 0], log
-    runs = {"override": (overridden, 0.005), "checkpoint": (kept, 0.01), "no optimizer": (new, 0.005)}
+    runs = {"override": (overridden, 0.005), "checkpoint": (kept_run, 0.01), "no optimizer": (new, 0.005)}
     for name, ((codes, losses, log), rate) in {**runs, "read": (read, 0.01)}.items():
         assert codes == [0, 0], log
         assert losses[4] == whole[4], name
-        assert {float(each) for each in re.findall(r"learning rate: (\S+)", log)} == {rate}, name
+        assert {float(rate_text) for rate_text in re.findall(r"learning rate: (\S+)", log)} == {rate}, name
     codes, losses, log = finetuned
     assert codes == [0, 0], log
     assert min(losses) == 1
@@ -122,12 +122,12 @@ print(json.dumps(groups))
 def test_every_argument_is_on_the_page() -> None:
     """Of groups that have to do with the optimizer all, of others some, and none that there is not."""
     command = [sys.executable, "-c", OPTIONS, os.environ["MEGATRON_LM"]]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    groups: dict[str, list[list[str]]] = json.loads(told.splitlines()[-1])
+    help_text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    groups: dict[str, list[list[str]]] = json.loads(help_text.splitlines()[-1])
     page = (Path(__file__).parents[2] / "tests/megatron/arguments.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `--")]
-    known = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row)}
+    on_page = {name for row in rows for name in re.findall(r"`(--[\w-]+)`", row)}
     for title in LISTED.split(", "):
-        missing = [names for names in groups[title] if known.isdisjoint(names)]
+        missing = [names for names in groups[title] if on_page.isdisjoint(names)]
         assert missing == [], title
-    assert known <= {name for options in groups.values() for names in options for name in names}
+    assert on_page <= {name for options in groups.values() for names in options for name in names}

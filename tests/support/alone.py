@@ -27,13 +27,13 @@ DEAD = 77
 def alone(function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
     """Return what `function(*args)` returns in a process of its own; module-level, and of values that pickle."""
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, function, args))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, function, args))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        assert ours.poll(timeout), f"{function.__name__} was still running after {timeout} s"
-        value, trace = ours.recv()
+        assert receiver.poll(timeout), f"{function.__name__} was still running after {timeout} s"
+        value, trace = receiver.recv()
     finally:
         process.kill()
         process.join()
@@ -69,13 +69,13 @@ class Point:
     """
 
     def __init__(self, folder: Path, number: int, act: Callable[[], None]) -> None:
-        self.below, self.left, self.act, self.armed = str(folder), number, act, True
+        self.below, self.remaining, self.act, self.armed = str(folder), number, act, True
         sys.addaudithook(self._hear)  # there is no taking it back, so this is for children
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if self.armed and (event == "open" or event.startswith(("os.", "shutil."))) and self._below(args):
-            self.left -= 1
-            if self.left < 0:
+            self.remaining -= 1
+            if self.remaining < 0:
                 self.armed = False
                 self.act()
 

@@ -73,16 +73,16 @@ class Ambient:
         """Draw one; each part is as usual about half of the time."""
         random_numbers = random.Random(str(seed))
 
-        def some(usual: Any, *others: Any) -> Any:
+        def choose(usual: Any, *others: Any) -> Any:
             return random_numbers.choice(others) if random_numbers.random() < 0.5 else usual
 
         return cls(
-            some(*DTYPES),
-            some(None, "meta", "cpu"),
-            some(None, torch.bfloat16, torch.float16),
-            some(False, True),
-            some(False, True),
-            some(1, 2, 3),
+            choose(*DTYPES),
+            choose(None, "meta", "cpu"),
+            choose(None, torch.bfloat16, torch.float16),
+            choose(False, True),
+            choose(False, True),
+            choose(1, 2, 3),
         )
 
 

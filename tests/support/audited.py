@@ -35,7 +35,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 
 def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     named = dict(model.named_parameters())
-    return [named[name] for name in MATRICES], [one for name, one in named.items() if name not in MATRICES]
+    return [named[name] for name in MATRICES], [parameter for name, parameter in named.items() if name not in MATRICES]
 
 
 def torchs(model: nn.Module) -> list[Optimizer]:

@@ -75,41 +75,43 @@ def flow(model: nn.Module, outputs: Any) -> Flow:
         variable = getattr(node, "variable", None)
         return None if variable is None or variable.ndim < 2 else names.get(id(variable))
 
-    held: dict[Any, list[str]] = {}
+    feeding_nodes: dict[Any, list[str]] = {}
     for node in users:
         if node.name().startswith(_PRODUCTS):
-            found = [name for before, _ in node.next_functions if (name := weight(before)) is not None]
-            if found:
-                held[node] = found
+            feeding_weights = [name for before, _ in node.next_functions if (name := weight(before)) is not None]
+            if feeding_weights:
+                feeding_nodes[node] = feeding_weights
 
     def behind(starts: list[Any]) -> Iterator[Any]:
         """Nodes that the starts are made of, up to and with the first that multiply by weights."""
-        seen, stack = set(), [node for node in starts if node is not None]
+        visited, stack = set(), [node for node in starts if node is not None]
         while stack:
             node = stack.pop()
-            if node not in seen:
-                seen.add(node)
+            if node not in visited:
+                visited.add(node)
                 yield node
-                if node not in held:
+                if node not in feeding_nodes:
                     stack += [before for before, _ in node.next_functions if before is not None]
 
     def learned(node: Any) -> bool:
         variable = getattr(node, "variable", None)
-        return node in held or node.name().startswith("Embedding") or (variable is not None and variable.ndim > 1)
+        return (
+            node in feeding_nodes or node.name().startswith("Embedding") or (variable is not None and variable.ndim > 1)
+        )
 
     first = {
         name
-        for node, found in held.items()
+        for node, feeding_weights in feeding_nodes.items()
         if not any(map(learned, behind([b for b, _ in node.next_functions if weight(b) is None])))
-        for name in found
+        for name in feeding_weights
     }
-    last = {name for node in behind(list(roots)) if node in held for name in held[node]}
+    last = {name for node in behind(list(roots)) if node in feeding_nodes for name in feeding_nodes[node]}
     cut: dict[str, list[set[int]]] = {}
-    for node, found in held.items():
-        for name in found:
+    for node, feeding_weights in feeding_nodes.items():
+        for name in feeding_weights:
             if name not in cut and (parts := _parts(node, users)):
                 cut[name] = parts
-    return Flow(first, last, {name for found in held.values() for name in found}, cut)
+    return Flow(first, last, {name for feeding_weights in feeding_nodes.values() for name in feeding_weights}, cut)
 
 
 def _parts(product: Any, users: dict[Any, list[Any]]) -> list[set[int]]:
@@ -140,8 +142,8 @@ def _parts(product: Any, users: dict[Any, list[Any]]) -> list[set[int]]:
         elif kind.startswith("Select"):
             pieces.append(numbers.select(dim, _dim(after._saved_index)))
         elif kind.startswith("Slice"):
-            turn = slice(_dim(after._saved_start), _dim(after._saved_end), after._saved_step)
-            pieces.append(numbers.movedim(dim, 0)[turn])
+            selected = slice(_dim(after._saved_start), _dim(after._saved_end), after._saved_step)
+            pieces.append(numbers.movedim(dim, 0)[selected])
         else:
             sizes = getattr(after, "_saved_split_sizes", None) or after._saved_split_size
             pieces += numbers.split(list(sizes) if isinstance(sizes, tuple) else sizes, dim)
@@ -165,14 +167,14 @@ def _joined(cuts: list[Any], users: dict[Any, list[Any]]) -> bool:
                     starts.setdefault((cut, number), []).append(after)
     joints = []
     for todo in starts.values():
-        seen: set[Any] = set()
+        visited: set[Any] = set()
         while todo:
             node = todo.pop(0)
-            if node not in seen and len(seen) < 50:
-                seen.add(node)
+            if node not in visited and len(visited) < 50:
+                visited.add(node)
                 if not node.name().startswith(("ScaledDotProduct", *_PRODUCTS)):
                     todo += users[node]
-        joints.append({node for node in seen if node.name().startswith("CatBackward")})
+        joints.append({node for node in visited if node.name().startswith("CatBackward")})
     return bool(set.intersection(*joints)) if joints else False
 
 
@@ -191,28 +193,29 @@ def differences(
         results: those of its outputs that are results and not hidden states.
         heads: whether it has output layers.
     """
-    everything, last = flow(model, outputs), flow(model, results).last
+    whole_flow, last = flow(model, outputs), flow(model, results).last
     last = {groups.shared.get(name, name) for name in last}
-    first = {groups.shared.get(name, name) for name in everything.first}
-    found = set()
+    first = {groups.shared.get(name, name) for name in whole_flow.first}
+    misjudged = set()
     for group in groups:
         for i, name in enumerate(group["param_names"]):
             muons, reason = "matrices" in group, group["reasons"][i]
             if name in first and muons and name not in last:
-                found.add(("first", name))
+                misjudged.add(("first", name))
             if heads and name in last and muons:
-                found.add(("last", name))
-            if name in everything.used and "input layer" in reason and name not in first:
-                found.add(("not first", name))
-            if name in everything.used and heads and "output layer" in reason and name not in last:
-                found.add(("not last", name))
-            if muons and name in everything.cut:
+                misjudged.add(("last", name))
+            if name in whole_flow.used and "input layer" in reason and name not in first:
+                misjudged.add(("not first", name))
+            if name in whole_flow.used and heads and "output layer" in reason and name not in last:
+                misjudged.add(("not last", name))
+            if muons and name in whole_flow.cut:
                 spec, shape = group["matrices"][i], group["params"][i].shape
                 outside = spec[0] == "transposed"
                 rows = torch.arange(shape[int(outside)])[:, None]
-                own = split(rows, spec[1] if outside else spec) if len(shape) != 3 else []  # a stack of experts
+                matrices = split(rows, spec[1] if outside else spec) if len(shape) != 3 else []  # a stack of experts
                 if any(
-                    sum(not part.isdisjoint(m.flatten().tolist()) for part in everything.cut[name]) > 1 for m in own
+                    sum(not part.isdisjoint(m.flatten().tolist()) for part in whole_flow.cut[name]) > 1
+                    for m in matrices
                 ):
-                    found.add(("cut", name))
-    return {(kind, ".".join("*" if p.isdecimal() else p for p in name.split("."))) for kind, name in found}
+                    misjudged.add(("cut", name))
+    return {(kind, ".".join("*" if p.isdecimal() else p for p in name.split("."))) for kind, name in misjudged}

@@ -199,32 +199,32 @@ def left_behind(
     connections: list[Connection] = []
     try:
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, ranks, store.port, victim, moment, how, keeps, machine, to_owners, device)
+            parent_end, child_end = context.Pipe()
+            arguments = (child_end, rank, ranks, store.port, victim, moment, how, keeps, machine, to_owners, device)
             process = context.Process(target=train, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             processes.append(process)
-            connections.append(ours)
+            connections.append(parent_end)
         if keeps:
             port = connections[0].recv()
             for connection in connections[1:]:
                 connection.send(port)
-        told: dict[int, Told] = {}
+        reports: dict[int, Told] = {}
         began = time.monotonic()
         waiting = {connection: rank for rank, connection in enumerate(connections) if rank != victim}
         deadline = time.monotonic() + seconds
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(waiting), timeout=left):
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), timeout=remaining):
                 assert isinstance(ready, Connection)
                 rank = waiting.pop(ready)
                 try:
-                    told[rank] = ready.recv()
+                    reports[rank] = ready.recv()
                 except EOFError:
                     processes[rank].join()
-                    told[rank] = Told(f"ended with {processes[rank].exitcode}", time.monotonic() - began, 0, "", {})
+                    reports[rank] = Told(f"ended with {processes[rank].exitcode}", time.monotonic() - began, 0, "", {})
         assert not waiting, f"still waiting after {seconds} s: {sorted(waiting.values())}"
-        return told
+        return reports
     finally:
         for process in processes:
             process.kill()

@@ -11,18 +11,18 @@ import pytest
 
 
 @contextmanager
-def small_disk(place: Path, *, megabytes: int = 4) -> Iterator[Path]:
+def small_disk(mount_point: Path, *, megabytes: int = 4) -> Iterator[Path]:
     """A file system of that size; where mounting is not permitted, the test says so and is skipped."""
-    place.mkdir()
+    mount_point.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", place], check=False, capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", mount_point], check=False, capture_output=True
     )
     if mounted.returncode != 0:
         pytest.skip(f"mounting is not permitted here: {mounted.stderr.decode().strip()}")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", mount_point], check=True)
 
 
 @contextmanager

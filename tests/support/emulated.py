@@ -66,13 +66,13 @@ def build_library(folder: Path) -> None:
 @contextmanager
 def using(folder: Path) -> Iterator[None]:
     """Let the package load its library of products from a folder."""
-    own = compiled.__file__
+    compiled_file = compiled.__file__
     try:
         compiled.__file__ = str(folder / "compiled.py")
         compiled.library.cache_clear()
         kernels.auto_takes.cache_clear()
         yield
     finally:
-        compiled.__file__ = own
+        compiled.__file__ = compiled_file
         compiled.library.cache_clear()
         kernels.auto_takes.cache_clear()

@@ -50,7 +50,7 @@ def rank_of_many(rank: int, world: int, folder: Path) -> Any:
     os.dup2(out, 1)
     os.dup2(out, 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    kept = steps() if KIND == "muonmesh" else collectives()
+    held_alive = steps() if KIND == "muonmesh" else collectives()
     assert KIND == "muonmesh" or "muonmesh" not in sys.modules
     print("done", flush=True)
     last = torch.ones(2)
@@ -58,17 +58,17 @@ def rank_of_many(rank: int, world: int, folder: Path) -> Any:
     dist.all_reduce(last)
     if END == "destroy":
         dist.destroy_process_group()
-    return kept
+    return held_alive
 
 
 def begin(world: int, folder: Path) -> list[int] | None:
     """Fork the ranks; None in a rank, which then leaves by the end of this script, with all that it has alive."""
-    global kept
+    global held_alive
     pids = []
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            kept = rank_of_many(rank, world, folder)
+            held_alive = rank_of_many(rank, world, folder)
             return None
         pids.append(pid)
     return pids
@@ -76,7 +76,7 @@ def begin(world: int, folder: Path) -> list[int] | None:
 
 gc.collect()
 gc.freeze()
-kept: Any = None
+held_alive: Any = None
 ends: Counter[int] = Counter()
 worlds = itertools.cycle(RANKS)
 while ends.total() < EXITS:

@@ -25,7 +25,7 @@ def bag(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Modu
     return model
 
 
-def ours(model: nn.Module, **settings: Any) -> mm.Muon:
+def optimizer_of(model: nn.Module, **settings: Any) -> mm.Muon:
     if isinstance(model, Model):
         return mm.from_model(model, lr=0.02, **settings)
     return mm.Muon(list(model.named_parameters()), lr=0.02, **settings)
@@ -108,15 +108,15 @@ class Case:
 
     def modelled(self) -> DryRun:
         """The third step, on fake tensors."""
-        return dry_run(bag(*self.shapes), ours, step=self.step)
+        return dry_run(bag(*self.shapes), optimizer_of, step=self.step)
 
-    def made(self, device: str) -> mm.Muon:
+    def optimizer(self, device: str) -> mm.Muon:
         """An optimizer of real parameters with gradients."""
         model = bag(*self.shapes).to_empty(device=device)
         for parameter in model.parameters():
             parameter.data.normal_()
             parameter.grad = torch.randn_like(parameter)
-        return ours(model)
+        return optimizer_of(model)
 
 
 CASES = {

@@ -19,8 +19,8 @@ from muonmesh.errors import FileError
 
 def write(path: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> None:
     """Write plain tensors and DTensors as a checkpoint."""
-    held = {name: (local_of(tensor), storage_of(name, tensor, None)) for name, tensor in tensors.items()}
-    folder.write(path, {name: _written(*one) for name, one in held.items()}, settings)
+    parts = {name: (local_of(tensor), storage_of(name, tensor, None)) for name, tensor in tensors.items()}
+    folder.write(path, {name: _written(*part) for name, part in parts.items()}, settings)
 
 
 def forge(path: Path, change: Callable[[Any], object] = lambda content: None) -> None:

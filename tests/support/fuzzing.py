@@ -45,9 +45,9 @@ def generated(strategy: st.SearchStrategy[Any], count: int) -> Callable[[Callabl
 
 def examples(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
     """Return ``count`` generated examples, for ranks that step through all of them in one call."""
-    found: list[Any] = []
-    generated(strategy, count)(lambda example: found.append(example))()
-    return found
+    drawn_examples: list[Any] = []
+    generated(strategy, count)(lambda example: drawn_examples.append(example))()
+    return drawn_examples
 
 
 # ---------------------------------------------------------------- matrices
@@ -87,12 +87,12 @@ def _flat_specs(draw: st.DrawFn, largest: int) -> tuple[tuple[int, int], Any]:
         return (cols, rows), "transposed" if inner == "whole" and draw(st.booleans()) else ("transposed", inner)
     along, across = 1, draw(sizes(largest))
     dim, count = draw(st.integers(0, 1)), draw(st.integers(1, 4))
-    some = st.lists(sizes(max(1, largest // 4)), min_size=1, max_size=4)
+    part_sizes = st.lists(sizes(max(1, largest // 4)), min_size=1, max_size=4)
     spec: Any = "whole"
     if form == "whole":
         along = draw(sizes(largest))
     elif form in ("rows", "cols"):
-        parts, dim = draw(some), int(form == "cols")
+        parts, dim = draw(part_sizes), int(form == "cols")
         spec, along = (form, *parts), sum(parts)
     elif form == "heads":
         spec, along = ("heads", count, dim), count * draw(sizes(max(1, largest // count)))
@@ -132,14 +132,14 @@ def placements(dims: int) -> st.SearchStrategy[Placement]:
 @st.composite
 def shared_by_replicas(draw: st.DrawFn, layout: MeshLayout) -> MeshLayout:
     """A layout in which each rank holds part of what it holds in this one: replicate axes cut what is left."""
-    found = list(layout.placements)
+    new_placements = list(layout.placements)
     for axis, placement in enumerate(layout.placements):
         cut = {getattr(later, "dim", None) for later in layout.placements[axis + 1 :]}
         free = [dim for dim in range(len(layout.shape)) if dim not in cut]
         if isinstance(placement, Replicate) and free and draw(st.integers(0, 3)):
             dim = draw(st.sampled_from(free))
-            found[axis] = draw(st.sampled_from([Shard(dim), Shard(dim), Shard(dim, 2)]))
-    return MeshLayout(layout.shape, layout.mesh, layout.ranks, tuple(found))
+            new_placements[axis] = draw(st.sampled_from([Shard(dim), Shard(dim), Shard(dim, 2)]))
+    return MeshLayout(layout.shape, layout.mesh, layout.ranks, tuple(new_placements))
 
 
 @st.composite
@@ -149,35 +149,35 @@ def flat_layouts(draw: st.DrawFn, withins: Sequence[MeshLayout]) -> tuple[FlatSh
     Borders lie anywhere, also twice at one place; ranks hold any number of intervals, in any order, with padding
     anywhere; what several ranks would hold alike is cut up among all of them or held by several replicas.
     """
-    held: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in withins[0].ranks}
+    pieces: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in withins[0].ranks}
     replicas: list[list[list[int]]] = []
     for number, within in enumerate(withins):
         alike = ranks_alike(within)
         sets: list[list[int]] = [[] for _ in range(draw(st.integers(1, len(alike[0]))))]
         for ranks in alike:
             parts: list[list[int]] = [[] for _ in sets]
-            for turn, rank in enumerate(draw(st.permutations(ranks))):
-                parts[turn if turn < len(sets) else draw(st.integers(0, len(sets) - 1))].append(rank)
+            for position, rank in enumerate(draw(st.permutations(ranks))):
+                parts[position if position < len(sets) else draw(st.integers(0, len(sets) - 1))].append(rank)
             length = stored(within, ranks[0], torch.empty(within.shape, dtype=torch.bool)).numel()
             for replica, part in zip(sets, parts, strict=True):
                 replica.extend(part)
                 borders = draw(st.lists(st.integers(0, length), max_size=4))
                 for low, high in itertools.pairwise([0, *sorted(borders), length]):
-                    held[draw(st.sampled_from(part))].append((number, low, high - low))
+                    pieces[draw(st.sampled_from(part))].append((number, low, high - low))
         replicas.append(sets)
     padding = st.sampled_from([0, 0, 0, 1, 5])
-    found: list[dict[int, list[Interval]]] = [{rank: [] for rank in held} for _ in withins]
-    total = dict.fromkeys(held, 0)
-    for rank, intervals in held.items():
+    intervals_of: list[dict[int, list[Interval]]] = [{rank: [] for rank in pieces} for _ in withins]
+    total = dict.fromkeys(pieces, 0)
+    for rank, intervals in pieces.items():
         for number, first, length in draw(st.permutations(intervals)):
             start = total[rank] + draw(padding)
-            found[number][rank].append(Interval(first, length, start))
+            intervals_of[number][rank].append(Interval(first, length, start))
             total[rank] = start + length
         total[rank] += draw(padding)
     return tuple(
         FlatShards(
             within,
-            tuple(tuple(found[number][rank]) for rank in within.ranks),
+            tuple(tuple(intervals_of[number][rank]) for rank in within.ranks),
             tuple(total[rank] for rank in within.ranks),
             tuple(map(tuple, replicas[number])),
         )
@@ -218,7 +218,7 @@ class Placed:
 class Case:
     """What is planned together, and how many matrix elements go into a bucket."""
 
-    held: tuple[Placed, ...]
+    buffers: tuple[Placed, ...]
     bucket_elements: int
 
 
@@ -233,13 +233,13 @@ def on_mesh(draw: st.DrawFn, ranks: Sequence[int] = range(8), largest: int = 300
 @st.composite
 def with_momentum_elsewhere(draw: st.DrawFn, ranks: Sequence[int] = range(8)) -> Placed:
     """A parameter placed on a mesh, its momentum shared by the replicas, flat, or anywhere else on these ranks."""
-    held = draw(on_mesh(ranks))
-    (target,) = held.targets
+    at_home = draw(on_mesh(ranks))
+    (target,) = at_home.targets
     assert isinstance(target, MeshLayout)
     anywhere = mesh_layouts(target.shape, sorted(target.ranks), every=True)
     shared = shared_by_replicas(target)
     source = draw(st.one_of(shared, shared, flat_layouts([target]).map(lambda layouts: layouts[0]), anywhere))
-    return Placed(held.shapes, held.specs, (target,), (source,))
+    return Placed(at_home.shapes, at_home.specs, (target,), (source,))
 
 
 @st.composite
@@ -262,23 +262,23 @@ def in_flat_buffers(
 def cases(draw: st.DrawFn, holding: Callable[..., st.SearchStrategy[Placed]]) -> Case:
     """One to three holdings on some of up to 8 ranks, whose numbers need not begin at 0."""
     begin, world = draw(st.sampled_from([0, 0, 3])), draw(st.integers(1, 8))
-    held = draw(st.lists(holding(range(begin, begin + world)), min_size=1, max_size=3))
-    return Case(tuple(held), draw(st.sampled_from([1, 100, 5000, 10**9])))
+    buffers = draw(st.lists(holding(range(begin, begin + world)), min_size=1, max_size=3))
+    return Case(tuple(buffers), draw(st.sampled_from([1, 100, 5000, 10**9])))
 
 
 # ---------------------------------------------------------------- what torch would store
 
 
 def torch_placements(layout: MeshLayout) -> list[TorchPlacement]:
-    found: list[TorchPlacement] = []
+    converted: list[TorchPlacement] = []
     for placement in layout.placements:
         if isinstance(placement, Replicate):
-            found.append(TorchReplicate())
+            converted.append(TorchReplicate())
         elif getattr(placement, "split_factor", 1) > 1:
-            found.append(_StridedShard(placement.dim, split_factor=placement.split_factor))
+            converted.append(_StridedShard(placement.dim, split_factor=placement.split_factor))
         else:
-            found.append(TorchShard(placement.dim))
-    return found
+            converted.append(TorchShard(placement.dim))
+    return converted
 
 
 def stored(layout: MeshLayout, rank: int, whole: Tensor) -> Tensor:

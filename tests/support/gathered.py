@@ -18,35 +18,35 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Which elements of a DTensor a rank holds is read off torch's own `distribute_tensor`, and not off our layouts.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    held = {}
+    parts = {}
     for name in shapes:
         tensor = tensors[name]
         assert isinstance(tensor, DTensor)
-        held[name] = _numbers(tensor), tensor.to_local().detach().flatten().cpu()
-    joined = join(held, shapes)
+        parts[name] = _numbers(tensor), tensor.to_local().detach().flatten().cpu()
+    joined = join(parts, shapes)
     return {name: joined[name] if name in joined else tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def join(held: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def join(parts: Mapping[str, tuple[Tensor, Tensor]], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """Put tensors together from the numbers (int64) of the elements that each rank holds, and those elements.
 
     All ranks call it with the same names. Fails where elements are held by nobody, or differ where they are held twice.
     """
-    if not held:
+    if not parts:
         return {}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(held))
+    dist.all_gather_object(everyone, dict(parts))
     joined = {}
     for name, shape in shapes.items():
-        result = torch.zeros(math.prod(shape), dtype=held[name][1].dtype)
-        known = torch.zeros(math.prod(shape), dtype=torch.bool)
+        result = torch.zeros(math.prod(shape), dtype=parts[name][1].dtype)
+        filled = torch.zeros(math.prod(shape), dtype=torch.bool)
         for numbers, elements in (part[name] for part in everyone):
-            again = known[numbers]
+            again = filled[numbers]
             same = torch.equal(result[numbers][again].nan_to_num(), elements[again].nan_to_num())
             assert same, f"{name}: replicas differ"
             result[numbers] = elements
-            known[numbers] = True
-        assert bool(known.all()), f"{name}: elements that nobody holds"
+            filled[numbers] = True
+        assert bool(filled.all()), f"{name}: elements that nobody holds"
         joined[name] = result.view(tuple(shape))
     return joined
 

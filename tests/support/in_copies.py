@@ -22,7 +22,9 @@ class Leaving(Precision):
 def work_in_copies(optimizer: mm.Muon) -> None:
     """Make the steps of an optimizer on a CPU copy its state to and fro."""
     precision = optimizer._runtime.precision
-    optimizer._runtime.precision = Leaving(**{each.name: getattr(precision, each.name) for each in fields(Precision)})
+    optimizer._runtime.precision = Leaving(
+        **{setting.name: getattr(precision, setting.name) for setting in fields(Precision)}
+    )
 
 
 def step_as_on_a_device(optimizer: mm.Muon) -> None:

@@ -61,20 +61,20 @@ class Influence(TorchDispatchMode):
         self.number = 0
         for i, (name, parameter) in enumerate(model.named_parameters()):
             if parameter.dim() > 1:
-                self._pure[self._place(parameter)] = name
-                self._labels[self._place(parameter)] = 1 << i
+                self._pure[self._storage(parameter)] = name
+                self._labels[self._storage(parameter)] = 1 << i
         self._input = 1 << len(self.names)
         for value in inputs:
             if isinstance(value, Tensor):
-                self._labels[self._place(value)] = self._input
+                self._labels[self._storage(value)] = self._input
 
-    def _place(self, tensor: Tensor) -> int:
+    def _storage(self, tensor: Tensor) -> int:
         self._alive.append(tensor.untyped_storage())
         return int(tensor.untyped_storage()._cdata)
 
     def of(self, tensor: Tensor) -> set[str]:
         """The weights that a tensor depends on."""
-        return self._names(self._labels.get(self._place(tensor), 0))
+        return self._names(self._labels.get(self._storage(tensor), 0))
 
     def _names(self, labels: int) -> set[str]:
         return {name for i, name in enumerate(self.names) if labels >> i & 1}
@@ -83,26 +83,28 @@ class Influence(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = func.overloadpacket.__name__
         tensors = _tensors((args, kwargs))
-        places = [self._place(each) for each in tensors]
-        labels = [self._labels.get(place, 0) for place in places]
-        pure = [self._pure.get(place) for place in places]
+        storages = [self._storage(tensor) for tensor in tensors]
+        labels = [self._labels.get(storage, 0) for storage in storages]
+        pure = [self._pure.get(storage) for storage in storages]
         product = kind in _PRODUCTS or kind.startswith("_scaled_dot") or "rnn" in kind or "lstm" in kind
-        active = [i for i, (label, own) in enumerate(zip(labels, pure, strict=True)) if label and own is None]
+        active = [
+            i for i, (label, weight_name) in enumerate(zip(labels, pure, strict=True)) if label and weight_name is None
+        ]
         meets = product or (kind in ("mul", "div", "mul_", "div_") and len(active) > 1) or kind == "glu"
         if kind == "convolution" and args[8] > 1:
             meets = False
         number, self.number = self.number, self.number + 1
         if meets and self.numbers:
-            self.operands[number] = [each.detach().clone() for each in tensors]
-            self.weights |= {(number, i): own for i, own in enumerate(pure) if own is not None}
-        made = func(*args, **kwargs)
-        results = _tensors(made)
+            self.operands[number] = [tensor.detach().clone() for tensor in tensors]
+            self.weights |= {(number, i): weight_name for i, weight_name in enumerate(pure) if weight_name is not None}
+        output = func(*args, **kwargs)
+        results = _tensors(output)
         if meets and self.numbers:
-            self.results[number] = [each.detach().clone() for each in results]
-        weights = {own for own in pure if own is not None}
-        both = 0
+            self.results[number] = [tensor.detach().clone() for tensor in results]
+        weights = {weight_name for weight_name in pure if weight_name is not None}
+        all_labels = 0
         for label in labels:
-            both |= label
+            all_labels |= label
         if (product and kind != "dot") and weights:
             others = 0
             for i in active:
@@ -117,15 +119,15 @@ class Influence(TorchDispatchMode):
         elif kind in _LOOK_UP and pure and pure[0] is not None:
             self.looked_up.add(pure[0])
         keeps = kind in _KEEPS and len(weights) == 1 and not active
-        for each in results:
-            place = self._place(each)
-            if keeps and place not in self._labels:
-                (self._pure[place],) = weights
-            elif not keeps and place in self._pure and both & ~self._labels[place]:
-                del self._pure[place]
-            numbers = each.is_floating_point() or each.is_complex()  # a choice by numbers is no value
-            self._labels[place] = self._labels.get(place, 0) | (both if numbers else both & self._input)
-        return made
+        for tensor in results:
+            storage = self._storage(tensor)
+            if keeps and storage not in self._labels:
+                (self._pure[storage],) = weights
+            elif not keeps and storage in self._pure and all_labels & ~self._labels[storage]:
+                del self._pure[storage]
+            numbers = tensor.is_floating_point() or tensor.is_complex()  # a choice by numbers is no value
+            self._labels[storage] = self._labels.get(storage, 0) | (all_labels if numbers else all_labels & self._input)
+        return output
 
 
 class _Changed(TorchDispatchMode):
@@ -150,16 +152,16 @@ class _Changed(TorchDispatchMode):
             if slots and func.overloadpacket.__name__ == "glu":
                 halves = zip(tensors[0].chunk(2, args[1]), operands[0].chunk(2, args[1]), strict=True)
                 slots = [i for i, (a, b) in enumerate(halves) if not _same(a, b)]
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if slots:
             self.changed |= {(number, slot) for slot in slots}
-            for now, old in zip(_tensors(made), self.before.results[number], strict=True):
-                now.detach().copy_(old)
-        return made
+            for changed, old in zip(_tensors(output), self.before.results[number], strict=True):
+                changed.detach().copy_(old)
+        return output
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -174,7 +176,7 @@ def reached(
     ``before`` is the same forward with nothing changed; ``rows`` are indices of the weight. None: what the forward does
     depends on its numbers.
     """
-    found: list[frozenset[Slot] | None] = []
+    changed_slots: list[frozenset[Slot] | None] = []
     old, until = weight.detach().clone(), 1 << 60
     with torch.no_grad():
         for index in (..., *rows):
@@ -189,10 +191,10 @@ def reached(
             except Exception:  # another number of operations, or shapes
                 ran = False
             weight.copy_(old)
-            found.append(frozenset(mode.changed) if ran else None)
+            changed_slots.append(frozenset(mode.changed) if ran else None)
             if index is ... and ran:
                 until = max((number for number, _ in mode.changed), default=0)
-    return found[1:]
+    return changed_slots[1:]
 
 
 def differences(
@@ -201,7 +203,7 @@ def differences(
     before: Influence,
     results: Iterable[Tensor],
     forward: Callable[[], Any] | None = None,
-    known: set[Any] | None = None,
+    examined: set[Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield what the groups of a model say otherwise than its influences: a kind of difference, and a weight's name.
 
@@ -237,8 +239,8 @@ def differences(
             if muons and forward is not None and name in before.uses:
                 spec, around = group["matrices"][i], modules[name.rpartition(".")[0].rpartition(".")[0]]
                 key = (type(around), *name.rsplit(".", 2)[-2:], spec[0] if isinstance(spec, tuple) else spec)
-                if known is None or key not in known:
-                    set() if known is None else known.add(key)
+                if examined is None or key not in examined:
+                    set() if examined is None else examined.add(key)
                     yield from ((wrong, name) for wrong in _misfits(before, name, parameter, spec, forward))
 
 
@@ -265,9 +267,9 @@ def _misfits(before: Influence, name: str, weight: Tensor, spec: Any, forward: C
         lead = next(((expert,) for expert, places in enumerate(reach) if places), ())
         if not lead:
             return
-    where = [(*lead, slice(None), row) if inside else (*lead, row) for _, row in pairs]
+    index = [(*lead, slice(None), row) if inside else (*lead, row) for _, row in pairs]
     of: dict[int, set[frozenset[Slot]]] = defaultdict(set)
-    for (k, _), places in zip(pairs, reached(before, name, weight, where, forward), strict=True):
+    for (k, _), places in zip(pairs, reached(before, name, weight, index, forward), strict=True):
         if places:  # none: a dead unit, or the numbers decide what is run
             of[k].add(places)
     if any(len(places) > 1 for places in of.values()):

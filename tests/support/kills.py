@@ -69,14 +69,14 @@ def begun_like(whole: Path, run: Path) -> None:
 
 def losses(run: Path) -> dict[str, float]:
     """Every loss and validation loss of a run; the same step is never told twice."""
-    found: dict[str, float] = {}
+    by_step: dict[str, float] = {}
     for record in read_metrics(run):
         for key in ("loss", "validation_loss"):
             if key in record:
                 name = f"{key} of step {record['step']}"
-                assert name not in found, name
-                found[name] = record[key]
-    return found
+                assert name not in by_step, name
+                by_step[name] = record[key]
+    return by_step
 
 
 def files(folder: Path) -> set[str]:
@@ -102,8 +102,8 @@ def children(pid: int) -> list[int]:
 
 def family(pid: int) -> list[int]:
     """All descendants of `pid`."""
-    found = children(pid)
-    return found + [other for child in found for other in family(child)]
+    members = children(pid)
+    return members + [other for child in members for other in family(child)]
 
 
 def is_zombie(pid: int) -> bool:
@@ -115,23 +115,23 @@ def is_zombie(pid: int) -> bool:
 
 def listening() -> set[str]:
     """The sockets that listen for TCP on this machine, by inode."""
-    found = set()
+    ports = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(FileNotFoundError):
             rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            found |= {row[9] for row in rows if row[3] == LISTENS}
-    return found
+            ports |= {row[9] for row in rows if row[3] == LISTENS}
+    return ports
 
 
 def ports_of(pids: list[int]) -> set[str]:
     """Those of these processes, by inode."""
-    held = set()
+    sockets = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for link in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(f"/proc/{pid}/fd/{link}").removeprefix("socket:[").removesuffix("]"))
-    return held & listening()
+                    sockets.add(os.readlink(f"/proc/{pid}/fd/{link}").removeprefix("socket:[").removesuffix("]"))
+    return sockets & listening()
 
 
 def is_locked(run: Path) -> bool:
@@ -189,8 +189,8 @@ def start_command(*arguments: str) -> int:
 
 def ended(pid: int) -> int | None:
     """The exit code of a child that has ended (negative: its signal), or None."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def reap(seconds: float) -> list[int]:
@@ -198,10 +198,10 @@ def reap(seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            found, _ = os.waitpid(-1, os.WNOHANG)
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return []
-        if not found:
+        if not reaped:
             time.sleep(0.02)
     return family(os.getpid())
 
@@ -252,15 +252,15 @@ def killed_run(
     """
     chance = random.Random(seed)
     whole, run, text = folder / "whole", folder / "killed", folder / "text"
-    own = (folder / "tmp").resolve()
-    own.mkdir()
-    os.environ["TMPDIR"] = str(own)
+    temporary = (folder / "tmp").resolve()
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
     subprocess.run([*COMMAND, *options(whole, text, steps=steps, ranks=ranks[0])], check=True, stdout=-3)
-    own_files = files(own)  # of a run that nobody disturbs
+    own_files = files(temporary)  # of a run that nobody disturbs
     per_step = sorted(record["step_seconds"] for record in read_metrics(whole) if "step_seconds" in record)
     step_seconds = 3.0 * per_step[len(per_step) // 2]  # and its checkpoint
     counted: Counter[str] = Counter()
-    left: Counter[str] = Counter(processes=0, zombies=0, ports=0)
+    leftovers: Counter[str] = Counter(processes=0, zombies=0, ports=0)
     starts, slowest, refused = 0, 0.0, 0
     until = time.monotonic() + seconds
     while sum(counted.values()) < kills and time.monotonic() < until:
@@ -275,40 +275,40 @@ def killed_run(
         else:
             launcher = start_copy(run, ranks=many)
         starts += 1
-        what = kill_at_a_random_moment(launcher, run, chance, step_seconds)
-        if what is None:
+        victim = kill_at_a_random_moment(launcher, run, chance, step_seconds)
+        if victim is None:
             refused += 1
             reap(SECONDS_TO_END)
             continue
-        seen = ports_of([launcher, *children(launcher)])
+        open_ports = ports_of([launcher, *children(launcher)])
         at = time.monotonic()
         stay = reap(SECONDS_TO_END)
         slowest = max(slowest, time.monotonic() - at)
-        counted[what] += 1
-        left["zombies"] += sum(map(is_zombie, stay))
-        left["processes"] += len(stay)
-        left["ports"] += len(seen & listening())
+        counted[victim] += 1
+        leftovers["zombies"] += sum(map(is_zombie, stay))
+        leftovers["processes"] += len(stay)
+        leftovers["ports"] += len(open_ports & listening())
         for pid in stay:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    done = subprocess.run([*COMMAND, "--resume", str(run), "--ranks", str(ranks[0])], check=False, stdout=-3)
-    expected, found = losses(whole), losses(run)
-    assert expected.keys() == found.keys(), sorted(expected.keys() ^ found.keys())
+    last_run = subprocess.run([*COMMAND, "--resume", str(run), "--ranks", str(ranks[0])], check=False, stdout=-3)
+    expected, resumed = losses(whole), losses(run)
+    assert expected.keys() == resumed.keys(), sorted(expected.keys() ^ resumed.keys())
     return {
         "kills": sum(counted.values()),
         "starts": starts,
         "ended_by_itself": refused,
-        "exit": done.returncode,
+        "exit": last_run.returncode,
         "killed": dict(sorted(counted.items())),
         "slowest_end": round(slowest, 2),
         "left": {
-            **left,
+            **leftovers,
             "locks": int(is_locked(run)),
             "files": sorted(files(run) ^ files(whole)),
-            "temporary": sorted(files(own) - own_files),
+            "temporary": sorted(files(temporary) - own_files),
         },
         "losses": len(expected),
-        "apart": max(abs(found[name] - expected[name]) for name in expected),
+        "apart": max(abs(resumed[name] - expected[name]) for name in expected),
         "steps": steps,
     }
 
@@ -322,19 +322,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--commands", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3000.0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     adopt()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a launcher would rightly ignore it
     print(
         json.dumps(
             killed_run(
-                given.folder,
-                steps=given.steps,
-                kills=given.kills,
-                seed=given.seed,
-                ranks=given.ranks,
-                commands=given.commands,
-                seconds=given.seconds,
+                arguments.folder,
+                steps=arguments.steps,
+                kills=arguments.kills,
+                seed=arguments.seed,
+                ranks=arguments.ranks,
+                commands=arguments.commands,
+                seconds=arguments.seconds,
             )
         )
     )

@@ -38,11 +38,11 @@ class Launcher(nvidia.CudaLauncher):
 
     log: ClassVar[list[Any]] = []
 
-    def __call__(self, *given: Any) -> None:
-        programs, _, _, stream, function, _, _, _, _, *arguments = given
+    def __call__(self, *call: Any) -> None:
+        programs, _, _, stream, function, _, _, _, _, *arguments = call
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         Launcher.log.append((programs, stream, function, addresses))
-        super().__call__(*given)
+        super().__call__(*call)
 
 
 class Driver(nvidia.CudaDriver):
@@ -88,8 +88,8 @@ def products(
         more = {"d": a, "delta": 2.0, "identity": 3.0}
         return tiles.multiplication(a, a, a, 1.0, 2.0, 1.0, out, symmetric=True, **more)
 
-    found: list[Callable[[], Launch]] = [gram, polynomial, apply, join]
-    return {f"{make.__name__} {batch}×{rows}×{cols} {dtype} {of_numbers}": make for make in found}
+    makers: list[Callable[[], Launch]] = [gram, polynomial, apply, join]
+    return {f"{make.__name__} {batch}×{rows}×{cols} {dtype} {of_numbers}": make for make in makers}
 
 
 def shifted() -> Callable[[], Launch]:
@@ -135,39 +135,42 @@ def again(method: str) -> dict[str, Any]:
     options = {"coefficients": "polar_express", "steps": 5, "method": method, "dtype": BF16, "kernels": "triton"}
     orthogonalizer = Orthogonalizer.of(64, 160, **options, device=torch.device("cpu"))
     memory = torch.zeros(4, 2, 64, 160, dtype=BF16)
-    found = []
-    for turn in (0, 0, 0, 1, 0):  # the second is recorded, those after it are started again
-        given = [memory[2 * turn], memory[2 * turn + 1]]
+    calls = []
+    for half in (0, 0, 0, 1, 0):  # the second is recorded, those after it are started again
+        matrices = [memory[2 * half], memory[2 * half + 1]]
         Launcher.log = log = list[Any]()
-        orthogonalizer(given[0], out=given[1], overwrite=True)
+        orthogonalizer(matrices[0], out=matrices[1], overwrite=True)
 
-        def place(address: object, given: list[torch.Tensor] = given) -> object:
+        def location(address: object, operands: list[torch.Tensor] = matrices) -> object:
             if not isinstance(address, int) or address < 1 << 32:
                 return str(address)
-            for number, tensor in enumerate(given):
+            for number, tensor in enumerate(operands):
                 if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.numel() * tensor.element_size():
                     return f"{number}: {address - tensor.data_ptr()}"
             return "own"  # of which some are freed and taken again where each call is worked out
 
-        found.append([(*told, list(map(place, arguments))) for *told, arguments in log])
-    return {"launches": found, "kept": [type(kept).__name__ for kept in (orthogonalizer._recordings or {}).values()]}
+        calls.append([(*call, list(map(location, arguments))) for *call, arguments in log])
+    return {
+        "launches": calls,
+        "kept": [type(recording).__name__ for recording in (orthogonalizer._recordings or {}).values()],
+    }
 
 
-def told(start: Callable[[], Any], types: list[str]) -> dict[str, Any]:
+def driver_report(start: Callable[[], Any], types: list[str]) -> dict[str, Any]:
     """Return what the driver was told by the one launch that this makes."""
     size = {"i32": 4, "fp32": 4, "i64": 8, "i1": 1}
     sizes = [8 if kind.startswith("*") else size[kind] for kind in types]
-    seen = (ctypes.c_ubyte * 512).in_dll(STUB, "parameters")
-    ctypes.memset(seen, 0, 512)
+    parameters = (ctypes.c_ubyte * 512).in_dll(STUB, "parameters")
+    ctypes.memset(parameters, 0, 512)
     ctypes.c_int.in_dll(STUB, "watched").value = len(sizes)
     before = number("launches")
     start()
     ctypes.c_int.in_dll(STUB, "watched").value = 0
     assert number("launches") == before + 1
-    raw = bytes(seen)
-    given = [raw[8 * place : 8 * place + size].hex() for place, size in enumerate(sizes)]
+    raw = bytes(parameters)
+    values = [raw[8 * slot : 8 * slot + size].hex() for slot, size in enumerate(sizes)]
     names = ("last_programs", "last_threads", "last_function", "last_stream")
-    return {"given": given, **{name: number(name) for name in names}}
+    return {"given": values, **{name: number(name) for name in names}}
 
 
 def number(name: str) -> int:
@@ -190,7 +193,7 @@ def main() -> None:
     if "--again" in sys.argv:
         driver.set_active(Driver(Launcher))
         triton_launch.device_of = lambda tensor: DEVICE
-        newton_schulz.select = lambda *given, **options: triton_products(batch_limit=8)
+        newton_schulz.select = lambda *sizes, **options: triton_products(batch_limit=8)
         print(json.dumps([again(method) for method in ("standard", "gram")]))
         return
     for name, make in LAUNCHES.items():
@@ -201,14 +204,16 @@ def main() -> None:
                 return launch.kernel[(launch.programs,)](*launch.arguments, **launch.options)
 
         if "--time" in sys.argv:
-            ours = microseconds(lambda make=make: make().run(DEVICE))
+            by_package = microseconds(lambda make=make: make().run(DEVICE))
             start = {"run": microseconds(lambda launch=launch: launch.run(DEVICE)), "triton": microseconds(of_triton)}
-            print(json.dumps({"name": name, "made and run": ours, **start}))
+            print(json.dumps({"name": name, "made and run": by_package, **start}))
             continue
         types = [kind for kind in of_triton().src.signature.values() if kind != "constexpr"]
-        expected = told(of_triton, types)
-        found = [told(lambda make=make: make().run(DEVICE), types) for _ in range(2)]  # the second has it looked up
-        print(json.dumps({"name": name, "expected": expected, "found": found}))
+        expected = driver_report(of_triton, types)
+        reports = [
+            driver_report(lambda make=make: make().run(DEVICE), types) for _ in range(2)
+        ]  # the second has it looked up
+        print(json.dumps({"name": name, "expected": expected, "found": reports}))
 
 
 if __name__ == "__main__":

@@ -128,10 +128,10 @@ def dtensors(
                 )
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        found = dict(tensors)
+        tensors_and_state = dict(tensors)
         for name, parameter in tensors.items():
-            found.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
-        return gathered.whole(found)
+            tensors_and_state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+        return gathered.whole(tensors_and_state)
 
     return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))
 
@@ -144,12 +144,12 @@ def declared(
 ) -> Held:
     """Plain local shards with ``layouts=``."""
     rank = dist.get_rank()
-    tensors, layouts, found = {}, {}, {}
+    tensors, layouts, declared_layouts = {}, {}, {}
     for name, value in values.items():
         placed = list(placements(name, tuple(value.shape)))
         layouts[name] = layout_on(mesh, placed, value.shape)
         tensors[name] = nn.Parameter(cut(value, layouts[name], rank))
-        found[name] = (mesh, placed, tuple(value.shape))
+        declared_layouts[name] = (mesh, placed, tuple(value.shape))
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
@@ -157,13 +157,13 @@ def declared(
             tensors[name].grad = None if local is None else local.to(tensors[name].dtype)
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        held = {name: elements(parameter, layouts[name]) for name, parameter in tensors.items()}
+        parts = {name: elements(parameter, layouts[name]) for name, parameter in tensors.items()}
         state = {}
         for name, parameter in tensors.items():
             state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
-        return {**gathered.join(held, {name: layouts[name].shape for name in held}), **gathered.whole(state)}
+        return {**gathered.join(parts, {name: layouts[name].shape for name in parts}), **gathered.whole(state)}
 
-    return Held(_groups(tensors, parameters), {"layouts": found}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {"layouts": declared_layouts}, give, whole, dict(tensors))
 
 
 def flat(
@@ -209,20 +209,20 @@ def flat(
                     _fill(tensor.grad, gradient, entry.layout, rank)
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        result, held, shapes = {}, {}, {}
+        result, parts, shapes = {}, {}, {}
         state_layouts = {member.name: member.state_layouts for member in placed_members(optimizer)}
         for buffer, tensor in tensors.items():
             for entry in contents[buffer]:
-                held[entry.name], shapes[entry.name] = elements(tensor, entry.layout), entry.layout.shape
+                parts[entry.name], shapes[entry.name] = elements(tensor, entry.layout), entry.layout.shape
                 for key, value in optimizer.state[tensor].items():
                     if value.ndim:
                         home = state_layouts[entry.name].get(key)  # rows and columns lie in buffers of their own
                         layout = entry.layout if home is None else home.storage.layout
-                        held[f"{entry.name}.{key}"] = elements(value, layout)
+                        parts[f"{entry.name}.{key}"] = elements(value, layout)
                         shapes[f"{entry.name}.{key}"] = layout.shape
                     else:
                         result[f"{entry.name}.{key}"] = value.clone()
-        return {**gathered.join(held, shapes), **result}
+        return {**gathered.join(parts, shapes), **result}
 
     return Held(groups, {"layouts": contents}, give, whole, dict(tensors))
 
@@ -264,11 +264,11 @@ def _cut_flat(
                 position += lengths[name]
     entries = []
     for name in names:
-        held = tuple(intervals[name].get(rank, ()) for rank in ranks)
+        pieces = tuple(intervals[name].get(rank, ()) for rank in ranks)
         replicas: tuple[tuple[int, ...], ...] = ()
         if within[name].copies() == len(ranks) and tensor_parallel > 1:  # each tensor-parallel column has all of it
             replicas = tuple(tuple(ranks[part::tensor_parallel]) for part in range(tensor_parallel))
-        layout = FlatShards(within[name], held, tuple(sizes[rank] for rank in ranks), replicas)
+        layout = FlatShards(within[name], pieces, tuple(sizes[rank] for rank in ranks), replicas)
         spec = parameters[name][1]
         entries.append(FlatParameter(name, layout, None if spec == "adamw" else spec))
     return entries

@@ -47,8 +47,8 @@ class Host:
 
     def processes(self) -> list[int]:
         """Those that are there."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True)
-        return [int(pid) for pid in found.stdout.split()]
+        listing = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True)
+        return [int(pid) for pid in listing.stdout.split()]
 
     def cut(self) -> None:
         """Take its interface down."""
@@ -122,14 +122,14 @@ class Wire:
 def two_hosts(*, delay: float = 0.0, loss: float = 0.0) -> Iterator[tuple[Host, Host, Wire]]:
     """Two hosts and the wire between them; a test is skipped where they are not permitted, and says why."""
     hosts = [Host(f"muonmesh-{os.getpid()}-{at}", ADDRESSES[at], f"mm{os.getpid()}-{at}") for at in range(2)]
-    made: list[Host] = []
+    opened: list[Host] = []
     ends: list[int] = []
     wire: Wire | None = None
     try:
         try:
             for host in hosts:
                 _ip("netns", "add", host.name)
-                made.append(host)
+                opened.append(host)
                 end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 ends.append(end)
                 fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", host.interface.encode(), IFF_TUN | IFF_NO_PI))
@@ -140,12 +140,12 @@ def two_hosts(*, delay: float = 0.0, loss: float = 0.0) -> Iterator[tuple[Host, 
         except FileNotFoundError as error:
             pytest.skip(f"two hosts need {error.filename}, which is not here")
         except (OSError, subprocess.CalledProcessError) as error:
-            said = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-            pytest.skip(f"network namespaces and TUN devices are not permitted here: {said}")
+            reason = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+            pytest.skip(f"network namespaces and TUN devices are not permitted here: {reason}")
         wire = Wire((ends[0], ends[1]), delay=delay, loss=loss)
         yield hosts[0], hosts[1], wire
     finally:
-        for host in made:
+        for host in opened:
             for pid in host.processes():
                 os.kill(pid, 9)
         if wire is not None:
@@ -153,5 +153,5 @@ def two_hosts(*, delay: float = 0.0, loss: float = 0.0) -> Iterator[tuple[Host, 
         else:
             for end in ends:
                 os.close(end)
-        for host in made:
+        for host in opened:
             subprocess.run(["ip", "netns", "del", host.name], check=True)

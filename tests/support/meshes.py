@@ -30,18 +30,18 @@ def mesh_of(
     assert len(ranks) == math.prod(sizes)
     # Torch names a group by how many groups this process has made. If an earlier test made one on some ranks only, two
     # groups would have one name, and a rank might read an address of the other group's from the store, and hang.
-    made: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(made, distributed_c10d._world.group_count)
-    distributed_c10d._world.group_count = max(made)
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, distributed_c10d._world.group_count)
+    distributed_c10d._world.group_count = max(counts)
     return DeviceMesh(kind, torch.tensor(ranks).reshape(sizes), mesh_dim_names=names)
 
 
 @contextmanager
 def machines(ranks: int) -> Iterator[None]:
     """What torchrun says on machines of so many ranks."""
-    told = {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(dist.get_rank() % max(1, ranks))}
-    before = {key: os.environ.get(key) for key in told}
-    os.environ |= told
+    environment = {"LOCAL_WORLD_SIZE": str(ranks), "LOCAL_RANK": str(dist.get_rank() % max(1, ranks))}
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ |= environment
     try:
         yield
     finally:

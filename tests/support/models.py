@@ -82,7 +82,7 @@ class Share:
     parts: int
     process_group: str | None = None
 
-    def own(self, batch: Tensor) -> Tensor:
+    def own_part(self, batch: Tensor) -> Tensor:
         return batch.chunk(self.parts)[self.part]
 
 
@@ -110,14 +110,14 @@ def hold(family: str, layout: str) -> Share:
         shard(model, mesh)
         return Share(model, dist.get_rank(), world)
     data, inner = mesh["outer"], mesh["inner"]
-    held = Share(model, data.get_local_rank(), data.size(), "world" if "ep" in layout else None)
+    share = Share(model, data.get_local_rank(), data.size(), "world" if "ep" in layout else None)
     if "tp" in layout:
         tensor_parallel(model, inner, sequence_parallel="plain" not in layout)
     else:
         for layer in model.model.layers:
             parallelize_module(layer, inner, {"mlp.experts": ExpertParallel()})
     shard(model, data, dim=1 if "dim 1" in layout else 0)
-    return held
+    return share
 
 
 def shard(model: Any, mesh: DeviceMesh, dim: int = 0) -> None:
@@ -152,8 +152,8 @@ def tensor_parallel(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) ->
         enter = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=between, use_local_output=True)
         whole |= {"model.layers.0": enter, "model.norm": SequenceParallel()}
     parallelize_module(model, mesh, whole)
-    for each in model.model.layers:
-        parallelize_module(each, mesh, layer)
+    for decoder_layer in model.model.layers:
+        parallelize_module(decoder_layer, mesh, layer)
 
 
 class ExpertParallel(ParallelStyle):
@@ -162,17 +162,23 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters()):
             module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
-        mine = module.gate_up_proj.to_local().shape[0]
-        first = mesh.get_local_rank() * mine  # as many on every rank
-        module.num_experts = mine
+        local_experts = module.gate_up_proj.to_local().shape[0]
+        first = mesh.get_local_rank() * local_experts  # as many on every rank
+        module.num_experts = local_experts
 
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             hidden_states, chosen, weights = args
             for name, parameter in module.named_parameters():
                 vars(module)[name] = parameter.to_local()  # what it computes with, in front of the parameter
             local = chosen - first
-            elsewhere = (local < 0) | (local >= mine)  # the module leaves out the expert of the number after the last
-            return _summed_gradient(hidden_states, mesh), local.where(~elsewhere, mine), _summed_gradient(weights, mesh)
+            elsewhere = (local < 0) | (
+                local >= local_experts
+            )  # the module leaves out the expert of the number after the last
+            return (
+                _summed_gradient(hidden_states, mesh),
+                local.where(~elsewhere, local_experts),
+                _summed_gradient(weights, mesh),
+            )
 
         def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             for name, _ in module.named_parameters():

@@ -54,9 +54,9 @@ def _blank(content: bytearray, draw: random.Random) -> None:
 
 def _exchange_parts(content: bytearray, draw: random.Random) -> None:
     size = max(1, min(draw.choice((1, 8, 64, 512)), len(content) // 2))
-    one, other = (draw.randrange(len(content) - size + 1) for _ in range(2))
-    part = bytes(content[one : one + size])
-    content[one : one + size] = content[other : other + size]
+    first, other = (draw.randrange(len(content) - size + 1) for _ in range(2))
+    part = bytes(content[first : first + size])
+    content[first : first + size] = content[other : other + size]
     content[other : other + size] = part
 
 
@@ -68,8 +68,8 @@ def _drop_part(content: bytearray, draw: random.Random) -> None:
 def _escape(content: bytearray, draw: random.Random) -> None:
     """Names of files become names elsewhere, as long as they were so that what tells lengths stays true."""
     for name in (b"__0_0.distcp", b"__1_0.distcp", b"settings.json", b"model.safetensors"):
-        there = draw.choice((b"../", b"/etc/", b"a/../", b"\x00"))
-        content[:] = content.replace(name, (there + name)[: len(name)])
+        target = draw.choice((b"../", b"/etc/", b"a/../", b"\x00"))
+        content[:] = content.replace(name, (target + name)[: len(name)])
 
 
 BYTES: tuple[Callable[[bytearray, random.Random], None], ...] = (
@@ -192,23 +192,23 @@ Place = tuple[Any, Any]
 
 def _places(value: Any) -> list[Place]:
     """All places in a nest of dicts and lists, the outer ones first; each level of it is as likely as another."""
-    found: list[Place] = []
+    places: list[Place] = []
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
-            found += [(value, key), *_places(value[key])]
-    return found
+            places += [(value, key), *_places(value[key])]
+    return places
 
 
 def mutate_value(value: dict[str, Any] | list[Any], number: int) -> tuple[Any, str]:
     """Return a copy of nested dicts, lists and tensors with one or two places changed, and what was done."""
-    draw, value, told = random.Random(number), copy.deepcopy(value), []
+    draw, value, changes = random.Random(number), copy.deepcopy(value), []
     for _ in range(draw.choice((1, 1, 1, 2))):
         places = _places(value)
         if not places:
             break
         inside, key = draw.choice(places)
         other, other_key = draw.choice(places)
-        held = inside[key]
+        old_value = inside[key]
         how = draw.choice(("drop", "odd", "odd", "rename", "double", "exchange", "tensor", "tensor", "tuple"))
         if how == "drop":
             del inside[key]
@@ -216,17 +216,17 @@ def mutate_value(value: dict[str, Any] | list[Any], number: int) -> tuple[Any, s
             new = draw.choice((None, 0, 99, "other", "step", "momentum", ("a",), str(key), "param_names"))
             inside[new] = inside.pop(key)
         elif how == "double" and isinstance(inside, list):
-            inside.append(held)
-        elif how == "exchange" and not _within(held, other) and not _within(other[other_key], inside):
-            inside[key], other[other_key] = other[other_key], held
-        elif how == "tensor" and isinstance(held, torch.Tensor):
-            inside[key] = _other_tensor(held, draw)
-        elif how == "tuple" and isinstance(held, list):
-            inside[key] = tuple(held)
+            inside.append(old_value)
+        elif how == "exchange" and not _within(old_value, other) and not _within(other[other_key], inside):
+            inside[key], other[other_key] = other[other_key], old_value
+        elif how == "tensor" and isinstance(old_value, torch.Tensor):
+            inside[key] = _other_tensor(old_value, draw)
+        elif how == "tuple" and isinstance(old_value, list):
+            inside[key] = tuple(old_value)
         else:
             how, inside[key] = "odd", _odd(draw)
-        told.append(f"{how} {key!r}")
-    return value, ", ".join(told)
+        changes.append(f"{how} {key!r}")
+    return value, ", ".join(changes)
 
 
 def _within(outer: Any, container: Any) -> bool:

@@ -76,8 +76,8 @@ def units_of(name: str, total: int, ranks: int) -> tuple[int, ...]:
 def by_units(value: Tensor, dims: int, units: tuple[int, ...], at: int) -> Tensor:
     """Rows of the first dims, flattened into one, that a coordinate has."""
     rows = value.reshape(math.prod(value.shape[:dims]), *value.shape[dims:])
-    each = len(rows) // sum(units)
-    return rows.narrow(0, sum(units[:at]) * each, units[at] * each)
+    unit_rows = len(rows) // sum(units)
+    return rows.narrow(0, sum(units[:at]) * unit_rows, units[at] * unit_rows)
 
 
 def dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, whole: Tensor) -> DTensor:
@@ -89,14 +89,14 @@ def dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, whole: Tensor) -> 
 Making = Callable[[str, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
-def vescale(sizes: tuple[int, ...], place: Callable[[int], list[Any]], kind: Any = None) -> Making:
+def vescale(sizes: tuple[int, ...], placements_for: Callable[[int], list[Any]], kind: Any = None) -> Making:
     """RaggedShard where ``place`` says "ragged", with prefixes of one or two dims; local tensors are flat."""
     mesh, kind = mesh_of(sizes), kind or RaggedShard
     at = mesh.get_coordinate()
 
     def make(name: str, value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         dims = 2 if value.ndim > 2 else 1
-        placements = place(value.ndim)
+        placements = placements_for(value.ndim)
         axis = placements.index("ragged")
         units = units_of(name, math.prod(value.shape[:dims]), sizes[axis])
         placements[axis] = kind(tuple(range(dims)), units)
@@ -124,18 +124,20 @@ def flex(kinds: Any = (Owned, FlexRagged, FlexShard)) -> Making:
         number = next(numbers)
         dims = 1 + (value.ndim > 2)
         units = units_of(name, math.prod(value.shape[:dims]), ranks)
-        one = (kinds[0](number % ranks), kinds[1](tuple(range(dims)), units), kinds[2](value.ndim - 1))[number % 3]
+        placement = (kinds[0](number % ranks), kinds[1](tuple(range(dims)), units), kinds[2](value.ndim - 1))[
+            number % 3
+        ]
 
         def cut(whole: Tensor) -> Tensor:
-            if hasattr(one, "owner_rank"):
-                return whole.clone() if rank == one.owner_rank else whole.new_zeros((0,) * whole.ndim)
-            if hasattr(one, "local_units"):
+            if hasattr(placement, "owner_rank"):
+                return whole.clone() if rank == placement.owner_rank else whole.new_zeros((0,) * whole.ndim)
+            if hasattr(placement, "local_units"):
                 return by_units(whole, dims, units, rank).clone()
-            chunks = whole.chunk(ranks, one.dim)
-            return (chunks[rank] if rank < len(chunks) else whole.narrow(one.dim, 0, 0)).contiguous()
+            chunks = whole.chunk(ranks, placement.dim)
+            return (chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)).contiguous()
 
         parameter = nn.Parameter(cut(value))
-        parameter._placements, parameter._mesh = (one,), mesh
+        parameter._placements, parameter._mesh = (placement,), mesh
         parameter._global_shape, parameter._global_stride = value.shape, value.stride()
         return parameter, cut
 
@@ -178,20 +180,20 @@ def megatron(sizes: tuple[int, ...], placements: list[Any], version: int, offset
 
 def held_by(make: Making, parameters: dict[str, tuple[tuple[int, ...], Any]], values: dict[str, Tensor]) -> Held:
     """The values as these parameters, with how to give gradients and to see all whole."""
-    made = {name: make(name, value.clone()) for name, value in values.items()}
-    tensors = {name: parameter for name, (parameter, _) in made.items()}
+    pairs = {name: make(name, value.clone()) for name, value in values.items()}
+    tensors = {name: parameter for name, (parameter, _) in pairs.items()}
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for name, gradient in gradients.items():
-            parameter, cut = made[name]
+            parameter, cut = pairs[name]
             local = None if gradient is None else cut(gradient)
             if local is not None and isinstance(parameter, DTensor):
                 local = dtensor(local, parameter.device_mesh, parameter.placements, values[name])
             parameter.grad = local
 
     def whole(optimizer: Any) -> dict[str, Tensor]:
-        held, shapes, rest = {}, {}, {}
-        for name, (parameter, cut) in made.items():
+        parts, shapes, rest = {}, {}, {}
+        for name, (parameter, cut) in pairs.items():
             numbers = cut(torch.arange(values[name].numel()).view(values[name].shape)).flatten()
             for key, value in (("", parameter), *optimizer.state[parameter].items()):
                 local = getattr(value, "_local_tensor", value).detach()
@@ -199,7 +201,7 @@ def held_by(make: Making, parameters: dict[str, tuple[tuple[int, ...], Any]], va
                 if not (local.ndim or key == ""):
                     rest[called] = local.clone()
                 else:
-                    held[called], shapes[called] = (numbers, local.flatten()), values[name].shape
-        return {**gathered.join(held, shapes), **rest}
+                    parts[called], shapes[called] = (numbers, local.flatten()), values[name].shape
+        return {**gathered.join(parts, shapes), **rest}
 
     return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))

@@ -30,9 +30,9 @@ PROCESSORS: dict[str, tuple[dict[str, str], bool, bool | None, str]] = {
 def environment(processor: str) -> dict[str, str]:
     """The environment of a process that starts and pretends to have this processor, whatever this one pretends."""
     limits = PROCESSORS["avx2"][0]
-    ours = {name: value for name, value in os.environ.items() if name not in limits}
-    paths = [str(HERE), str(HERE.parents[2]), *filter(None, [ours.get("PYTHONPATH")])]
-    return {**ours, **PROCESSORS[processor][0], VARIABLE: processor, "PYTHONPATH": os.pathsep.join(paths)}
+    inherited = {name: value for name, value in os.environ.items() if name not in limits}
+    paths = [str(HERE), str(HERE.parents[2]), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {**inherited, **PROCESSORS[processor][0], VARIABLE: processor, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def install() -> None:
@@ -68,8 +68,8 @@ def _pretend(compiled: Any) -> None:
     whole = compiled.library
 
     @functools.wraps(whole)
-    def library(asked: str = "") -> Any:
-        return whole(asked or variant)
+    def library(wanted_variant: str = "") -> Any:
+        return whole(wanted_variant or variant)
 
     library.cache_clear = whole.cache_clear  # type: ignore[attr-defined]
     compiled.library = library

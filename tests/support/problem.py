@@ -60,14 +60,14 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 def zeroed(step: int) -> dict[str, Tensor | None]:
     """From the third step on, some matrices have zero gradients: one expert, k of qkv, a whole parameter, a half."""
-    given: dict[str, Tensor | None] = dict(gradients(step))
+    values: dict[str, Tensor | None] = dict(gradients(step))
     if step >= 2:
-        given["experts"][1] = 0.0
-        given["qkv"][24:32] = 0.0
-        given["gate_up"][1::2] = 0.0
-        given["even"].zero_()
-        given["wide"] = None
-    return given
+        values["experts"][1] = 0.0
+        values["qkv"][24:32] = 0.0
+        values["gate_up"][1::2] = 0.0
+        values["even"].zero_()
+        values["wide"] = None
+    return values
 
 
 class Bag(nn.Module):
@@ -142,7 +142,7 @@ def steps(
     layout: str,
     count: int,
     values: dict[str, Tensor],
-    given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    gradients_of: Callable[[int], dict[str, Tensor | None]] = gradients,
     prepare: Callable[[mm.Muon], None] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[nn.Module, mm.Muon]]:
@@ -152,7 +152,7 @@ def steps(
     if prepare is not None:
         prepare(optimizer)
     for step in range(count):
-        for name, gradient in given(step).items():
+        for name, gradient in gradients_of(step).items():
             parameter = model.get_parameter(name)
             parameter.grad = None if gradient is None else placed_like(parameter, gradient)
         optimizer.step()
@@ -171,14 +171,14 @@ def result(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
 @functools.cache
 def alone(
     count: int,
-    given: Callable[[int], dict[str, Tensor | None]] = gradients,
+    gradients_of: Callable[[int], dict[str, Tensor | None]] = gradients,
     prepare: Callable[[mm.Muon], None] | None = None,
     param_dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> dict[str, Tensor]:
     """Parameters and state after ``count`` steps in one process, on this very rank: once for all layouts."""
     values = {name: value.to(param_dtype) for name, value in initial().items()}
-    *_, (model, optimizer) = steps("local", count, values, given, prepare, **settings)
+    *_, (model, optimizer) = steps("local", count, values, gradients_of, prepare, **settings)
     return result(model, optimizer)
 
 

@@ -43,20 +43,20 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=int(rank), world_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found, by_torch = step("auto"), step("torch")
+        step_weights, by_torch = step("auto"), step("torch")
     differing = []
-    for name, weight in found.items():
+    for name, weight in step_weights.items():
         of_first = weight.detach().clone()
         dist.broadcast(of_first, 0)
         differing += [] if torch.equal(weight, of_first) else [name]
-    told = {
+    report = {
         "told": [str(warning.message) for warning in caught if "kernels" in str(warning.message)],
         "takes": str(kernels.auto_takes()),
         "bf16": kernels.multiplies_bf16(),
         "differing": differing,
-        "not torch's": [name for name, weight in found.items() if not torch.equal(weight, by_torch[name])],
+        "not torch's": [name for name, weight in step_weights.items() if not torch.equal(weight, by_torch[name])],
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(report), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

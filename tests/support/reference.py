@@ -43,7 +43,7 @@ def split(x: Tensor, spec: Any) -> list[Tensor]:
             runs = [block] * runs if isinstance(runs, int) else list(runs)
             assert x.shape[dim] % sum(runs) == 0
             turns = x.unflatten(dim, (-1, sum(runs)))
-            return [turn.flatten(dim, dim + 1) for turn in turns.split(runs, dim=dim + 1)]
+            return [part.flatten(dim, dim + 1) for part in turns.split(runs, dim=dim + 1)]
         case "transposed":  # stored in × out
             return split(x.mT, rest[0] if rest else "whole")
         case "stack":  # leading dims are a batch
@@ -150,8 +150,8 @@ def muon(
             continue
         decays = (update * w[at] >= 0).double() if cautious else 1.0
         w[at] = w[at] * (1 - lr * weight_decay * decays) - lr * scale * update
-    kept = {"momentum": m, "second": second, "radii": radii}
-    return p, kept | ({"moments": moments} if normuon is not None else {})
+    new_state = {"momentum": m, "second": second, "radii": radii}
+    return p, new_state | ({"moments": moments} if normuon is not None else {})
 
 
 def adamw(

@@ -12,6 +12,6 @@ def one_in(step: int, cases: Iterable[Any]) -> list[Any]:
     """Return the cases of a parametrised test, of which `make test` runs the first of every ``step``."""
     marked = []
     for number, case in enumerate(cases):
-        given = case if isinstance(case, tuple) else (case,)
-        marked.append(pytest.param(*given, marks=() if number % step == 0 else pytest.mark.soak))
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(pytest.param(*values, marks=() if number % step == 0 else pytest.mark.soak))
     return marked

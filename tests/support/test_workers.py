@@ -18,9 +18,9 @@ Workers = Callable[[int], Pool]
 
 
 def _sum_of_ranks(values: list[float], *, scale: float = 1.0) -> tuple[int, torch.Tensor]:
-    mine = torch.tensor([values[dist.get_rank()] * scale])
-    dist.all_reduce(mine)
-    return dist.get_rank(), mine
+    summand = torch.tensor([values[dist.get_rank()] * scale])
+    dist.all_reduce(summand)
+    return dist.get_rank(), summand
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -81,10 +81,10 @@ def _raise_differently() -> int:
 
 
 def test_expected_errors_come_back_by_rank(workers: Workers) -> None:
-    zero, one, two, three = workers(4).run_expecting_errors(_raise_differently)
+    zero, first, two, three = workers(4).run_expecting_errors(_raise_differently)
     assert (zero.rank, zero.error, zero.message) == (0, _MeshError, "zero")
-    assert (one.rank, one.error, one.message) == (1, KeyError, "'one'")
-    assert 0.2 <= one.seconds < 5.0
+    assert (first.rank, first.error, first.message) == (1, KeyError, "'one'")
+    assert 0.2 <= first.seconds < 5.0
     assert (two.error, two.value, three.error, three.value) == (None, 7, None, 7)
     assert workers(4).run(_sum_of_ranks, [1.0] * 4)[3][1].item() == 4.0
 

@@ -37,10 +37,10 @@ def main(file: Path, interface: str, machine: str) -> None:
     for _ in range(STEPS):
         optimizer.step()
     dist.barrier()
-    left = (int(counter.read_text()) - before) / STEPS
+    traffic = (int(counter.read_text()) - before) / STEPS
     print_ = [hash(w.detach().numpy().tobytes()) for w in weights]
-    found = {"left": left, "machine": optimizer._runtime.ranks.machine, "weights": print_}
-    file.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(found))
+    report = {"left": traffic, "machine": optimizer._runtime.ranks.machine, "weights": print_}
+    file.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 

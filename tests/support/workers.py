@@ -156,13 +156,13 @@ class Pool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="muonmesh-ranks-")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self._store.port, theirs, self._stack_file(rank), self.device)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, self.world_size, self._store.port, child_end, self._stack_file(rank), self.device)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
             process.start()
-            theirs.close()  # or the end of a rank would not be seen
+            child_end.close()  # or the end of a rank would not be seen
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(parent_end)
         self._collect("starting", timeout=START_SECONDS, grace=GRACE_SECONDS)
 
     def _call(
@@ -185,7 +185,7 @@ class Pool:
             connection.send_bytes(message)
         return self._collect(_name(function), timeout=timeout, grace=grace)
 
-    def _collect(self, what: str, *, timeout: float, grace: float) -> list[Outcome]:
+    def _collect(self, task: str, *, timeout: float, grace: float) -> list[Outcome]:
         """Wait for an outcome from every rank; when one died or hung, kill them all and raise."""
         __tracebackhide__ = True
         begin = time.monotonic()
@@ -193,8 +193,8 @@ class Pool:
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         outcomes: list[Outcome] = []
         problems: list[str] = []
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(pending), timeout=left):
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), timeout=remaining):
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 try:
@@ -212,7 +212,7 @@ class Pool:
         if problems:
             self.close()
             problems += [self._describe(outcome) for outcome in outcomes if outcome.error is not None]
-            raise RankFailure("\n\n".join([what, *problems]))
+            raise RankFailure("\n\n".join([task, *problems]))
         return sorted(outcomes, key=lambda outcome: outcome.rank)
 
     def _in_step(self) -> bool:

@@ -48,9 +48,9 @@ def prune(model: nn.Module, _: Saved) -> None:
 
 def swap_and_swap_back(model: nn.Module, first: Saved) -> None:
     """Evaluate other weights, and go on with the same bits: nothing has changed."""
-    kept = copied(model)
+    original = copied(model)
     model.load_state_dict(first)
-    model.load_state_dict(kept)
+    model.load_state_dict(original)
 
 
 WRITERS: dict[str, Callable[[nn.Module, Saved], object]] = {

@@ -32,14 +32,16 @@ _VIDEO = re.compile("Video|Vivit|Timesformer|VJEPA")
 def numbers_on_meta() -> Iterator[None]:
     """Inside, a check of a mask, such as `if mask.all()`, is told yes, or one; `meta` has no number of its own."""
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_local_scalar_dense", lambda found: True if found.dtype == torch.bool else 1, "Meta")
+        library.impl("_local_scalar_dense", lambda tensor: True if tensor.dtype == torch.bool else 1, "Meta")
         yield
 
 
 def names() -> list[str]:
     """What `transformers` exports that may be a class of models, by its name; nothing is imported."""
-    found = (name for name in sorted(dir(transformers)) if re.search("Model|For|Head", name) and name[0].isupper())
-    return [name for name in found if not name.endswith(("Config", "PreTrainedModel", "Output", "Processor"))]
+    model_names = (
+        name for name in sorted(dir(transformers)) if re.search("Model|For|Head", name) and name[0].isupper()
+    )
+    return [name for name in model_names if not name.endswith(("Config", "PreTrainedModel", "Output", "Processor"))]
 
 
 def is_model(name: str) -> bool:
@@ -48,8 +50,8 @@ def is_model(name: str) -> bool:
         kind = getattr(transformers, name)
     except (ImportError, AttributeError):  # needs a package that is not here
         return False
-    known = inspect.isclass(kind) and issubclass(kind, PreTrainedModel)
-    return known and getattr(kind, "config_class", None) is not None
+    of_transformers = inspect.isclass(kind) and issubclass(kind, PreTrainedModel)
+    return of_transformers and getattr(kind, "config_class", None) is not None
 
 
 def build(name: str) -> nn.Module:
@@ -105,15 +107,15 @@ def drawn(model: Any) -> Iterator[dict[str, Tensor]]:
             return torch.arange(like.shape[-1]).expand(like.shape)
         return torch.randint(3, 20, like.shape, generator=generator)
 
-    known = {key: draw(key, like) for key, like in inputs(model).items()}
-    yield known
-    if text := {key: value for key, value in known.items() if key in ("input_ids", "decoder_input_ids")}:
+    random_inputs = {key: draw(key, like) for key, like in inputs(model).items()}
+    yield random_inputs
+    if text := {key: value for key, value in random_inputs.items() if key in ("input_ids", "decoder_input_ids")}:
         yield text
-    width = _said(model.config, "hidden_size", "d_model", "hidden_dim", "embed_dim") or 32
+    width = _setting(model.config, "hidden_size", "d_model", "hidden_dim", "embed_dim") or 32
     more: dict[str, Tensor] = {}
     for key, parameter in inspect.signature(model.forward).parameters.items():
         if (
-            key in known
+            key in random_inputs
             or parameter.default is not inspect.Parameter.empty
             or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD
         ):
@@ -125,7 +127,7 @@ def drawn(model: Any) -> Iterator[dict[str, Tensor]]:
                 torch.ones(2, 8, dtype=torch.long) if "mask" in key or "ids" in key else torch.randn(2, 8, width)
             )
     if more:
-        yield {**known, **more}
+        yield {**random_inputs, **more}
 
 
 def ready(model: Any) -> nn.Module:
@@ -144,24 +146,24 @@ def _shorten(config: Any) -> None:
             setattr(config, key, (list(dict.fromkeys(value)) * 2)[:2])
 
 
-def _said(config: Any, *names: str) -> Any:
+def _setting(config: Any, *names: str) -> Any:
     """What a configuration, or one inside it, says under the first of these names that it has."""
-    own = [value for name in names if (value := getattr(config, name, None)) is not None]
-    inner = (_said(value, *names) for value in vars(config).values() if isinstance(value, PreTrainedConfig))
-    return own[0] if own else next((value for value in inner if value is not None), None)
+    values = [value for name in names if (value := getattr(config, name, None)) is not None]
+    inner = (_setting(value, *names) for value in vars(config).values() if isinstance(value, PreTrainedConfig))
+    return values[0] if values else next((value for value in inner if value is not None), None)
 
 
 def inputs(model: Any) -> dict[str, Tensor]:
     """Tensors of the shapes that its forward reads, as far as its configuration tells them."""
     config, name = model.config, type(model).__name__
-    size = _said(config, "image_size", "img_size")
+    size = _setting(config, "image_size", "img_size")
     height, width = size if isinstance(size, list | tuple) else (size, size) if isinstance(size, int) else (224, 224)
-    colours = _said(config, "num_channels", "in_channels") or 3
-    frames = _said(config, "num_frames", "frames_per_clip") or 16
-    mels = _said(config, "num_mel_bins", "input_dim", "mel_dim") or 80
+    colours = _setting(config, "num_channels", "in_channels") or 3
+    frames = _setting(config, "num_frames", "frames_per_clip") or 16
+    mels = _setting(config, "num_mel_bins", "input_dim", "mel_dim") or 80
     ids = torch.ones(2, 8, dtype=torch.long)
     video = torch.empty(2, frames, colours, height, width)
-    known = {
+    tensors = {
         "input_ids": ids,
         "decoder_input_ids": ids,
         "pixel_values": video if _VIDEO.search(name) else torch.empty(2, colours, height, width),
@@ -171,37 +173,39 @@ def inputs(model: Any) -> dict[str, Tensor]:
         "input_values": torch.empty(2, 16000),
         "decoder_input_values": torch.empty(2, 8, mels),
         "past_values": torch.empty(
-            2, _said(config, "context_length") or 32, _said(config, "num_input_channels", "input_size") or 1
+            2, _setting(config, "context_length") or 32, _setting(config, "num_input_channels", "input_size") or 1
         ),
-        "states": torch.empty(2, 8, _said(config, "state_dim") or 17),
-        "actions": torch.empty(2, 8, _said(config, "act_dim") or 4),
+        "states": torch.empty(2, 8, _setting(config, "state_dim") or 17),
+        "actions": torch.empty(2, 8, _setting(config, "act_dim") or 4),
         "rewards": torch.empty(2, 8, 1),
         "returns_to_go": torch.empty(2, 8, 1),
         "timesteps": ids,
     }
     if name.startswith("AST"):
-        known["input_values"] = torch.empty(2, _said(config, "max_length") or 128, mels)
+        tensors["input_values"] = torch.empty(2, _setting(config, "max_length") or 128, mels)
     if "Wav2Vec2Bert" in name:
-        known["input_features"] = torch.empty(2, 128, 160)
-    given = {key: known[key] for key in inspect.signature(model.forward).parameters if key in known}
-    if "states" not in given or "actions" not in given:  # a decision transformer's, and nobody else's
-        given = {key: value for key, value in given.items() if key not in ("states", "actions", "rewards", "timesteps")}
+        tensors["input_features"] = torch.empty(2, 128, 160)
+    accepted = {key: tensors[key] for key in inspect.signature(model.forward).parameters if key in tensors}
+    if "states" not in accepted or "actions" not in accepted:  # a decision transformer's, and nobody else's
+        accepted = {
+            key: value for key, value in accepted.items() if key not in ("states", "actions", "rewards", "timesteps")
+        }
     if "MultipleChoice" in name:
-        given = {key: value[:, None].expand(2, 3, *value.shape[1:]) for key, value in given.items()}
-    return {key: value.to("meta") for key, value in given.items()}
+        accepted = {key: value[:, None].expand(2, 3, *value.shape[1:]) for key, value in accepted.items()}
+    return {key: value.to("meta") for key, value in accepted.items()}
 
 
 def run(model: nn.Module) -> tuple[Any, Any]:
     """All outputs of a forward, and those that are results."""
-    given = inputs(model)
+    example = inputs(model)
     with torch.device("meta"):
         try:
-            outputs = model(**given)
+            outputs = model(**example)
         except RuntimeError as error:
             if "BF16" not in str(error):  # what grouped products of experts take alone
                 raise
-            given = {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
-            outputs = model.bfloat16()(**given)
+            example = {k: v.bfloat16() if v.is_floating_point() else v for k, v in example.items()}
+            outputs = model.bfloat16()(**example)
     if not hasattr(outputs, "items"):
         return outputs, outputs
     return outputs, {key: value for key, value in outputs.items() if not INTERNAL.search(key)}

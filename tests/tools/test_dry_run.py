@@ -28,7 +28,7 @@ from muonmesh.tools.forecasts.step_memory import step_memory
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.launches import HostSync
 from tests.device.pretended import pretended_cuda
-from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, ours, row, table
+from tests.support.figures import CASES, GPT2, LLAMA, STEPS, Model, bag, optimizer_of, row, table
 from tests.support.samples import one_in
 
 COVERS = (
@@ -80,7 +80,7 @@ def test_three_layers_of_gpt2(gpt2: DryRun) -> None:
 def test_what_a_gpu_is_compared_with_is_modelled() -> None:
     """`make test-gpu` measures the same cases and writes both beside each other."""
     small = {name: replace(case, shapes=[(64, 64), (64, 128)]) for name, case in CASES.items()}
-    small["a layer of Llama 8B"].made("cpu").step()  # real parameters with gradients
+    small["a layer of Llama 8B"].optimizer("cpu").step()  # real parameters with gradients
     text = table({name: (row(case.modelled()), None) for name, case in small.items()})
     for name in CASES:
         assert f"| {name} |" in text
@@ -322,7 +322,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
     """Neither in the first step nor later."""
     # torch's fused AdamW has no fake implementation for a rate on the device.
     model = Model()
-    dry_run(model, ours, step=STEPS[step], **LAYOUTS[layout])
+    dry_run(model, optimizer_of, step=STEPS[step], **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_the_host_does_not_wait(step: str, layout: str) -> None:
 )
 @pytest.mark.parametrize("layout", one_in(3, ["ddp", "one", "fsdp"]))
 def test_the_host_does_not_wait_with_settings(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    dry_run(Model(dtype), lambda model: ours(model, **settings), **LAYOUTS[layout])
+    dry_run(Model(dtype), lambda model: optimizer_of(model, **settings), **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(

@@ -255,8 +255,8 @@ def forecast(
 def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
     """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
     rounds, kernels, slow_flops = 0, 0, 0.0
-    at_once = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
-    for batch in (batch for numbers in buckets for batch in plan.batches(numbers, at_once, _joins)):
+    batch_size = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
+    for batch in (batch for numbers in buckets for batch in plan.batches(numbers, batch_size, _joins)):
         shapes = plan.shapes(batch)
         _, *shape = shapes[0]
         rounds += 1
