@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
+from muonmesh.integrations.deepspeed.clipping import EngineGradients
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts import elsewhere
@@ -370,6 +372,16 @@ def test_clipping_is_by_the_norm_of_the_whole_model(
     assert wrong == []
     for engine, single in norms:
         assert engine == pytest.approx(single)
+
+
+def test_the_parameters_of_a_flat_tensor_share_one_copy_of_its_gradient() -> None:
+    """Clipping reads it for each of them, and holds all that it has read."""
+    flat, pieces = torch.zeros(10), [torch.full((2, 2), 3.0), torch.full((4,), 5.0)]
+    source = EngineGradients(SimpleNamespace(averaged_gradients={7: pieces}), 7)
+    gradient = source.gradient(flat)
+    assert gradient is source.gradient(flat)
+    assert gradient is not None
+    assert gradient.tolist() == [3.0] * 4 + [5.0] * 4 + [0.0] * 2
 
 
 def test_a_norm_above_the_limit_skips_the_step(pools: dict[int, Pool]) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
@@ -834,6 +834,43 @@ def reloaded_kept(layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["ddp", "shard1"])
 def test_a_state_dict_of_each_rank_brings_it_back(workers, layout: str) -> None:
     assert workers(2).run(reloaded_kept, layout) == [[], []]
+
+
+def reloaded_beside_other_matrices() -> bool:
+    """Rank 1 has a large matrix of its own, so rank 0 owns all that both have, which no rank knows by itself."""
+    shared, alone = mesh_of((2,)), mesh_of((1,), (1,))
+
+    def made() -> tuple[list[nn.Parameter], mm.Muon]:
+        torch.manual_seed(0)
+        sizes = [(shared, 8, 6)] * 3 + [(alone, 40, 30)] * dist.get_rank()
+        parameters = [
+            nn.Parameter(DTensor.from_local(torch.randn(rows, cols), mesh, [Replicate()], run_check=False))
+            for mesh, rows, cols in sizes
+        ]
+        return parameters, mm.Muon([{"params": parameters, "algorithm": "soap"}], lr=0.01)
+
+    def step(parameters: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
+        torch.manual_seed(seed)
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+            parameter.grad.to_local().normal_()
+        optimizer.step()
+
+    (parameters, optimizer), (others, fresh) = made(), made()
+    step(parameters, optimizer, 1)
+    owned = [optimizer.state[parameter]["row_gram"].numel() for parameter in parameters[:3]]
+    assert all(owned) if dist.get_rank() == 0 else not any(owned)
+    with torch.no_grad():
+        for other, parameter in zip(others, parameters, strict=True):
+            other.copy_(parameter)
+    fresh.load_state_dict(optimizer.state_dict())
+    step(parameters, optimizer, 2)
+    step(others, fresh, 2)
+    return all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(parameters, others, strict=True))
+
+
+def test_a_state_dict_comes_back_where_ranks_have_different_matrices(workers) -> None:
+    assert workers(2).run(reloaded_beside_other_matrices) == [True, True]
 
 
 def refused_kept() -> str:

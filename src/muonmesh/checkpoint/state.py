@@ -170,8 +170,10 @@ def restore_state(
             optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
         for _name, parameter, saved in _entries(before, loaded):
             for key, value in saved.items():
-                fresh = forms[parameter][key].saved.fresh()
-                local_of(fresh).copy_(local_of(_tensor(key, value).detach()))
+                local = local_of(_tensor(key, value).detach())
+                # What owners keep has the shape that was saved: without the other ranks, the owners may not be known.
+                fresh = forms[parameter][key].saved._replace(shape=tuple(local.shape)).fresh()
+                local_of(fresh).copy_(local)
                 optimizer.state[parameter][key] = fresh
 
     # `inspect` runs as the last hook before torch loads, `mend` as the first hook after it, so that users' hooks see

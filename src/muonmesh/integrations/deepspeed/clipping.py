@@ -49,14 +49,17 @@ class EngineGradients(ParameterGrad):
 
     def __init__(self, zero: Any, number: int) -> None:
         self._zero, self._number = zero, number
+        self._joined: Tensor | None = None  # for each parameter of the flat tensor the same copy
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient that DeepSpeed will give to the flat tensor, still multiplied by the loss scale."""
         if parameter.grad is not None:  # an offloaded tensor has its gradient already
             return parameter.grad
-        pieces = [piece.reshape(-1) for piece in self._zero.averaged_gradients[self._number]]
-        padding = pieces[0].new_zeros(parameter.numel() - sum(piece.numel() for piece in pieces))
-        return torch.cat([*pieces, padding])
+        if self._joined is None:
+            pieces = [piece.reshape(-1) for piece in self._zero.averaged_gradients[self._number]]
+            padding = pieces[0].new_zeros(parameter.numel() - sum(piece.numel() for piece in pieces))
+            self._joined = torch.cat([*pieces, padding])
+        return self._joined
 
 
 def measure(
