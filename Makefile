@@ -19,7 +19,7 @@ help:
 	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core and timm, likewise"
 	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
-	@echo "make check       ruff, mypy --strict and the quick tests; the same as pre-commit"
+	@echo "make check       ruff, mypy --strict, names, and the quick tests; the same as pre-commit"
 	@echo "make fuzz        N=20000 generated layouts, from a new seed (SEED=... for a known one)"
 	@echo "make test-gpu    the tests and the benchmark that need CUDA"
 	@echo "make package     builds wheel and sdist, checks them and installs them in a clean environment"
@@ -165,6 +165,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support.vague_names
 	$(BIN)/python -m pytest -q -m "not slow and not ranks" tests tests/tools \
 		$(foreach folder,device gpu train,--ignore=tests/$(folder)) $(ARGS)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from muonmesh.comm.views import by_shape
 from muonmesh.numerics.coefficients import CoefficientName, Coefficients
 from muonmesh.numerics.device_iteration import DeviceIteration
+from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
@@ -179,3 +182,20 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(dtype: torch.dtype, 
             assert torch.equal(
                 by_device_iteration(matrix[None].clone(), TABLES["triton"], *others, **options)[0], result
             )
+
+
+def test_shapes_share_a_batch_only_if_each_begins_where_it_is_not_copied() -> None:
+    device = torch.device("cuda")
+    options: dict[str, Any] = {"coefficients": "auto", "steps": None, "method": "gram"}
+
+    def joins(rows: int, cols: int) -> object:
+        return Orthogonalizer.of(rows, cols, **options, dtype=torch.bfloat16, kernels="torch", device=device).joins
+
+    assert joins(304, 1204) == joins(1500, 304) is not None
+    assert joins(301, 1203) is None
+    shapes = (1, 301, 1501), (2, 301, 1203)
+    in_place = []
+    for x in by_shape(torch.empty(sum(map(math.prod, shapes)), dtype=torch.bfloat16), shapes):
+        memory, _ = buffers_of(x, x, torch.bfloat16, turns=1, overwrite=True)
+        in_place.append(memory.data_ptr() == x.data_ptr())
+    assert in_place == [True, False]

@@ -31,6 +31,7 @@ from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.iteration import CpuIteration
 from muonmesh.numerics.kernels import KernelName, Matmuls, is_compiled, resolve, select
+from muonmesh.numerics.kernels.product_table import ALIGNMENT
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import alone, plain_modes, run_on_one_thread
 from muonmesh.numerics.precision import exact_products
@@ -164,8 +165,12 @@ class Orthogonalizer:
 
     @property
     def joins(self) -> Hashable:
-        """What is equal for shapes that `orthogonalize_batches` takes, if their settings are; None: one shape alone."""
+        """What is equal for shapes that `orthogonalize_batches` takes, if their settings are; None: one shape alone.
+
+        A shape is alone if another one behind it would not begin at a multiple of `ALIGNMENT`, and so be copied.
+        """
         alone = not self.on_device or (self.products.small is not None and self.quintics)
+        alone = alone or self.rows * self.cols * self.dtype.itemsize % ALIGNMENT != 0
         return None if alone else (self.rows, self.segments)
 
     @property

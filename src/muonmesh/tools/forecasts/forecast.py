@@ -36,7 +36,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
-from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS
+from muonmesh.numerics.kernels.product_table import ALIGNMENT, SMALL_COLS, SMALL_ROWS
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
@@ -277,7 +277,8 @@ def _squares(plan: Plan, number: int) -> int:
 
 
 def _joins(number: int, shape: tuple[int, int]) -> Hashable:
-    return shape if _is_small(*shape) else (shape[0], resolve_method(*shape))
+    alone = _is_small(*shape) or math.prod(shape) * WIRE % ALIGNMENT
+    return shape if alone else (shape[0], resolve_method(*shape))
 
 
 def gradients_to_owners(
