@@ -327,6 +327,17 @@ def test_values_that_are_equal_and_not_the_same_are_read_again(key: str, before:
     assert (str(again.error), repr(again.rules)) != (str(last.error), repr(last.rules))
 
 
+def test_an_entry_that_moves_to_another_list_is_seen() -> None:
+    _, optimizer = made()
+    group = optimizer.param_groups[0]
+    group["reasons"] = ["of the first", "of the second", "of the third"]
+    last = reading.read_groups(optimizer.param_groups, {})
+    keys = [key for key in group if key in ("param_names", "reasons")]
+    group[keys[0]].append(group[keys[1]].pop(0))
+    again = reading.read_groups(optimizer.param_groups, {}, last)
+    assert "found 4 param_names for 3 parameters" in str(again.error)
+
+
 def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
     """Also if the parameters have gradients of their own."""
     (weights, optimizer), (others, other) = weights_and_optimizer(), weights_and_optimizer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -121,9 +120,12 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
 
 
 def _contents(group: Mapping[str, Any]) -> list[object]:
-    """Return all values of a group, and the entries of those that are lists."""
-    lists = [value for value in group.values() if type(value) is list]
-    return [*group.values(), *chain.from_iterable(lists)]
+    """Return all values of a group; after each list its entries, so that none can move to another list unseen."""
+    contents = list[object]()
+    for value in group.values():
+        contents.append(value)
+        contents += value if type(value) is list else ()
+    return contents
 
 
 def _is_fixed(value: object, *, lists: bool = False) -> bool:
