@@ -305,6 +305,21 @@ def test_what_is_no_source_is_refused(source: Any) -> None:
         mm.Muon([nn.Parameter(torch.ones(2, 2))], gradients=source)
 
 
+def test_a_source_with_the_earlier_name_of_a_method_is_refused() -> None:
+    class Earlier(mm.GradientSource):
+        def gradient(self, parameter: Tensor) -> Tensor | None:
+            return parameter.grad
+
+        def write(self, parameter: Tensor, gradient: Tensor | None) -> None: ...
+
+        def place(self, matrices: Any) -> Any: ...
+
+    with pytest.raises(
+        TypeError, match=r"gradients: found .*Earlier.* with place\(\);.* Rename it to momentum_storages"
+    ):
+        mm.Muon([nn.Parameter(torch.zeros(2, 3))], gradients=Earlier())
+
+
 # ------------------------------------------------------------------ two ranks
 
 

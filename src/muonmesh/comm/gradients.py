@@ -134,13 +134,21 @@ factors."""
 
 
 def check_source(source: object) -> None:
-    """Raise a TypeError unless ``source`` is None or an object with the methods of `GradientSource`."""
+    """Raise a TypeError unless ``source`` is None or an object with the methods of `GradientSource`.
+
+    A source with ``place``, the earlier name of `GradientSource.momentum_storages`, is refused too: nothing calls it.
+    """
     methods = (name for name, method in vars(GradientSource).items() if callable(method) and not name.startswith("_"))
     missing = [name for name in methods if not callable(getattr(source, name, None))]
     if source is not None and (missing or isinstance(source, type)):
         lacks = f" without {', '.join(f'{name}()' for name in missing)}" if missing else ", a class"
         problem, write = f"{source!r}{lacks}", "Derive its class from muonmesh.GradientSource, and pass an instance"
         raise TypeError(explain_error("gradients", problem, "a GradientSource", write))
+    if callable(getattr(source, "place", None)):
+        needed = "momentum_storages(), which is called in its place"
+        raise TypeError(
+            explain_error("gradients", f"{source!r} with place()", needed, "Rename it to momentum_storages")
+        )
 
 
 def gradient_of(name: str, parameter: Tensor, source: GradientSource) -> Tensor | None:
