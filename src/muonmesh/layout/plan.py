@@ -221,7 +221,7 @@ class Plan:
             groups.setdefault((settings, joins(number, shape)), {}).setdefault(shape, []).append(number)
         batches = list[list[int]]()
         for shapes in groups.values():
-            rooms: dict[int, Fraction] = {}  # of this group's batches, by number
+            rooms: dict[int, Fraction] = {}  # of this group's batches that are not full, by number
             for _, equal in sorted(shapes.items(), reverse=True):
                 size = size_of(equal[0], len(equal))
                 for start in range(0, len(equal), size):
@@ -232,6 +232,8 @@ class Plan:
                         batches.append([])
                     batches[into] += members
                     rooms[into] = rooms.get(into, Fraction(1)) - share
+                    if not rooms[into]:
+                        del rooms[into]
         return [tuple(batch) for batch in batches]
 
     def shapes(self, batch: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
