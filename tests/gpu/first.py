@@ -26,7 +26,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import muonmesh as mm
-from muonmesh.numerics.kernels.triton import TORCH_FROM, by_triton, triton_products
+from muonmesh.numerics.kernels.product_table import TORCH_FROM
+from muonmesh.numerics.kernels.triton import by_triton, triton_products
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from tests.device.dry_run import dry_run
 from tests.support.figures import GPT2, bag, optimizer_of

@@ -840,7 +840,7 @@ def reloaded_beside_other_matrices() -> bool:
     """Rank 1 has a large matrix of its own, so rank 0 owns all that both have, which no rank knows by itself."""
     shared, alone = mesh_of((2,)), mesh_of((1,), (1,))
 
-    def made() -> tuple[list[nn.Parameter], mm.Muon]:
+    def build_half() -> tuple[list[nn.Parameter], mm.Muon]:
         torch.manual_seed(0)
         sizes = [(shared, 8, 6)] * 3 + [(alone, 40, 30)] * dist.get_rank()
         parameters = [
@@ -856,7 +856,7 @@ def reloaded_beside_other_matrices() -> bool:
             parameter.grad.to_local().normal_()
         optimizer.step()
 
-    (parameters, optimizer), (others, fresh) = made(), made()
+    (parameters, optimizer), (others, fresh) = build_half(), build_half()
     step(parameters, optimizer, 1)
     owned = [optimizer.state[parameter]["row_gram"].numel() for parameter in parameters[:3]]
     assert all(owned) if dist.get_rank() == 0 else not any(owned)

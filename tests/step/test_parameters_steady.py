@@ -328,7 +328,7 @@ def test_values_that_are_equal_and_not_the_same_are_read_again(key: str, before:
 
 
 def test_an_entry_that_moves_to_another_list_is_seen() -> None:
-    _, optimizer = made()
+    _, optimizer = weights_and_optimizer()
     group = optimizer.param_groups[0]
     group["reasons"] = ["of the first", "of the second", "of the third"]
     last = reading.read_groups(optimizer.param_groups, {})

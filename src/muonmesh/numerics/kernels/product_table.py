@@ -25,6 +25,13 @@ SMALL_ROWS, SMALL_COLS = 64, 128
 """The largest matrix, rows ≤ cols, for which one program of a device computes all steps (`Small`). The program holds it
 in registers, and a larger matrix would need more than there are (docs/internals/kernels.md has the figures)."""
 
+TORCH_FROM = {torch.float16: 2048}
+"""From how many rows and columns of the result on torch multiplies A B where nothing else is in it, by dtype.
+
+Everything else is Triton's at every size, by tiles of `tiles.tile_for`: symmetric results, of which it computes half,
+and sums. The table is the same on all devices and in all batches, so ranks need not compare it.
+"""
+
 
 @dataclass(frozen=True)
 class Exact:

@@ -13,7 +13,16 @@ import sys
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS, Matmuls, Number, Operand, Small, Terms
+from muonmesh.numerics.kernels.product_table import (
+    SMALL_COLS,
+    SMALL_ROWS,
+    TORCH_FROM,
+    Matmuls,
+    Number,
+    Operand,
+    Small,
+    Terms,
+)
 from muonmesh.numerics.kernels.rows import MEASURED
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.kernels.triton_launch import operator
@@ -24,13 +33,6 @@ _operation = operator(
     "tiles.multiplying",
 )
 
-
-TORCH_FROM = {torch.float16: 2048}
-"""From how many rows and columns of the result on torch multiplies A B where nothing else is in it, by dtype.
-
-Everything else is Triton's at every size, by tiles of `tiles.tile_for`: symmetric results, of which it computes half,
-and sums. The table is the same on all devices and in all batches, so ranks need not compare it.
-"""
 
 _EIGHT = 8
 """Elements of fp16 in 16 bytes, to which cuBLAS's fastest kernels are bound."""

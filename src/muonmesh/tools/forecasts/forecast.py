@@ -36,7 +36,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
-from muonmesh.numerics.kernels.product_table import ALIGNMENT, SMALL_COLS, SMALL_ROWS
+from muonmesh.numerics.kernels.product_table import ALIGNMENT, SMALL_COLS, SMALL_ROWS, TORCH_FROM
 from muonmesh.numerics.newton_schulz import resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
 from muonmesh.report.explain import imbalance
@@ -57,7 +57,9 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 10, 2, 4
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET = 3, 3
 KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7, "standard": 13}
+PLAIN_PRODUCTS = {"gram": 1, "standard": 4}  # of a shape; large ones are torch's, one launch for each matrix
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
+VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
 # runs.
@@ -217,11 +219,13 @@ def forecast(
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank)
     batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
-    rounds, kernels, slow_flops = _products(plan, [*batches, moved.staying])
+    rounds, kernels, by_torch, slow_flops = _products(plan, [*batches, moved.staying])
     assembled = sum(stage.numel for stage in moved.stages)
     buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
-    launches = LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
+    views = VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + VIEWS_OF_A_PLAIN_PRODUCT * by_torch
+    views += len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
+    launches = by_torch + LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
     staying_elements = sum(plan.assignments[number].matrix.numel for number in moved.staying)
@@ -243,7 +247,7 @@ def forecast(
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
-        VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0],
+        views,
         len(parameters),
         slow_flops,
         elementwise_bytes,
@@ -252,9 +256,9 @@ def forecast(
     )
 
 
-def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, float]:
-    """Return the number of batches of these matrices, of their launches, and their weighted FLOPs."""
-    rounds, kernels, slow_flops = 0, 0, 0.0
+def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, float]:
+    """Return how many batches these matrices are, of the package's kernels, of torch's products, and weighted FLOPs."""
+    rounds, kernels, by_torch, slow_flops = 0, 0, 0, 0.0
     batch_size = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
     for batch in (batch for numbers in buckets for batch in plan.batches(numbers, batch_size, _joins)):
         shapes = plan.shapes(batch)
@@ -262,9 +266,12 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, f
         rounds += 1
         method = resolve_method(*shape)
         kernels += 1 if _is_small(*shape) else KERNELS_OF_A_BATCH[method] + KERNELS_OF_A_SHAPE[method] * len(shapes)
+        if min(shape) >= TORCH_FROM[torch.float16]:
+            kernels -= PLAIN_PRODUCTS[method] * len(shapes)
+            by_torch += PLAIN_PRODUCTS[method] * len(batch)
         weight = DeviceRates.weight_of(len(batch) * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in batch) * weight
-    return rounds, kernels, slow_flops
+    return rounds, kernels, by_torch, slow_flops
 
 
 def _is_small(rows: int, cols: int) -> bool:
