@@ -25,10 +25,10 @@ QUICK = (
     "masters on the host, written",
     "bf16 products",
     "int8",
-    "per matrix",
     "scaler, state on the host",
     "missing gradients",
     "metrics, state on the host",
+    "another device, state on the host",
 )
 SOAK = pytest.mark.soak
 
