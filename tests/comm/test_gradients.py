@@ -306,18 +306,17 @@ def test_what_is_no_source_is_refused(source: Any) -> None:
 
 
 def test_a_source_with_the_earlier_name_of_a_method_is_refused() -> None:
-    class Earlier(mm.GradientSource):
+    class Source(mm.GradientSource):
         def gradient(self, parameter: Tensor) -> Tensor | None:
             return parameter.grad
 
         def write(self, parameter: Tensor, gradient: Tensor | None) -> None: ...
 
-        def place(self, matrices: Any) -> Any: ...
-
+    earlier = type("Earlier", (Source,), {"place": lambda self, matrices: ()})
     with pytest.raises(
         TypeError, match=r"gradients: found .*Earlier.* with place\(\);.* Rename it to momentum_storages"
     ):
-        mm.Muon([nn.Parameter(torch.zeros(2, 3))], gradients=Earlier())
+        mm.Muon([nn.Parameter(torch.zeros(2, 3))], gradients=earlier())
 
 
 # ------------------------------------------------------------------ two ranks

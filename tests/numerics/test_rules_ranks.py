@@ -866,7 +866,7 @@ def reloaded_beside_other_matrices() -> bool:
     fresh.load_state_dict(optimizer.state_dict())
     step(parameters, optimizer, 2)
     step(others, fresh, 2)
-    return all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(parameters, others, strict=True))
+    return all(torch.equal(p.to_local(), other.to_local()) for p, other in zip(parameters, others, strict=True))
 
 
 def test_a_state_dict_comes_back_where_ranks_have_different_matrices(workers) -> None:

@@ -15,6 +15,7 @@ from muonmesh.numerics.kernels.compiled import NoLibrary, library
 from muonmesh.tools.cli.launch import usable_cores
 
 TESTED = ("2.11", "2.13")  # versions of torch with which all tests run
+TESTED_IN_PART = "2.15"  # the quick tests of one process
 
 
 class Finding(NamedTuple):
@@ -45,7 +46,7 @@ def _finding_of(name: str, look: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    tested = f"muonmesh is tested with torch {' and '.join(TESTED)}"
+    tested = f"muonmesh is tested with torch {' and '.join(TESTED)}, in part with {TESTED_IN_PART}"
     return Finding("torch", f"{torch.__version__}, Python {platform.python_version()}. {tested}")
 
 
