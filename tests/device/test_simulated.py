@@ -142,7 +142,7 @@ def test_a_race_is_told_with_both_lines() -> None:
 
 @pytest.mark.soak
 def test_what_is_taken_out_is_missed() -> None:
-    """All that docs/internals/simulated.md says is not missed here: copies for ranks and kernels, and Triton's guard."""
+    """All that docs/internals/simulated.md says is not missed: copies for ranks and kernels, and Triton's guard."""
     unmissed = sorted(site.file for site, objected in objections() if not objected)
     assert unmissed == [
         "comm/to_owners.py",
