@@ -23,7 +23,6 @@ CASES = (
     "masters on the host",
     "metrics, state on the host",
     "another device, state on the host",
-    "per matrix",
     "scaler, state on the host",
 )
 

@@ -34,11 +34,11 @@ def means_of(groups: Sequence[Mapping[str, Any]], device: torch.device) -> Tenso
         groups: The param groups. They have the means as a tensor after a step, and as numbers after a load. A group
             that was added since then has fresh means, which do not count. If groups were loaded from stages that were
             clipped apart, none of their means is right here, and all begin anew.
-        device: The device of the result; the CPU waits only for a result in its own memory, which is read next.
+        device: The device of the result; the CPU waits only if the means are elsewhere.
     """
     stored: list[Any] = [group.get(NORM_MEANS, FRESH_MEANS) for group in groups]
     if (live := next((means for means in stored if isinstance(means, Tensor)), None)) is not None:
-        return live.to(device, non_blocking=device.type != "cpu")
+        return live.to(device)
     loaded = {*map(as_tuples, stored)} - {FRESH_MEANS}
     return upload(loaded.pop() if len(loaded) == 1 else FRESH_MEANS, dtype=torch.float64, device=device)
 
