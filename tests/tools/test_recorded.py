@@ -7,6 +7,7 @@ import re
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.studies.vision import rows_of
 from torch import nn
 
 import muonmesh as mm
+from muonmesh.numerics.kernels.product_table import TORCH_FROM
 from tests.device.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -457,8 +459,13 @@ def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
             run = dry_run(weights, lambda model, make=make: make(list(model.parameters()), lr=1e-3))
             least, most = (run.parts(published=published)["device"] * 1e3 for published in (False, True))
             host, timed = run.parts()["host"] * 1e3, table["contenders"][optimizer]
-            # Ours was measured when it multiplied in bf16, and all by Triton: another number of launches.
-            assert host == pytest.approx(timed["host_ms"], rel=0.4 if optimizer != "muonmesh" else 0.6)
+            with mock.patch.dict(TORCH_FROM, clear=True):  # as it was measured: all products by Triton
+                all_by_triton = dry_run(weights, lambda model, make=make: make(list(model.parameters()), lr=1e-3))
+            as_measured = all_by_triton.parts()["host"] * 1e3
+            # Ours was measured when a step still made a view of each piece, and has less to do now.
+            assert as_measured == pytest.approx(timed["host_ms"], rel=0.4) or (
+                optimizer == "muonmesh" and as_measured < timed["host_ms"]
+            )
             assert name == "gpt2-small" or least < timed["median_ms"] < most
             who = optimizer if optimizer != "muonmesh" else f"{title}, {optimizer}"
             figures = f"{host:.1f} | {timed['host_ms']:.1f} | {least:.1f} to {most:.1f} | {timed['median_ms']:.1f}"
