@@ -201,7 +201,8 @@ class Pool:
                     outcome = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
-                    problems.append(f"{self._title(rank)} died: exit code {self._processes[rank].exitcode}")
+                    died = f"{self._title(rank)} died: exit code {self._processes[rank].exitcode}"
+                    problems.append(f"{died}\n{Path(self._stack_file(rank)).read_text()}".rstrip())
                 else:
                     outcomes.append(outcome)
                 if problems or outcomes[-1].error is not None:
@@ -324,6 +325,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
     gc.freeze()  # or every engine that DeepSpeed makes would look for cycles in all that is imported, for two seconds
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
+        faulthandler.enable(file=stacks)  # a rank that dies of a signal says where
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
