@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from tests.support.kills import COMMAND, begun_like, children, files, is_zombie, learn_from, losses, options
-from tests.support.runs import wait_for
+from tests.support.kills import begun_like, children, files, is_zombie, learn_from, losses, options
+from tests.support.runs import COMMAND, wait_for
 
 
 def killed(folder: Path, *options: object, seconds: float) -> dict[str, Any]:
