@@ -268,7 +268,7 @@ def test_the_page_of_the_algorithm(ranks: int) -> None:
         torch.testing.assert_close(whole, parameter.detach(), rtol=0, atol=2e-5)  # an element moves by 0.004 a step
 
 
-def backward(model: nn.Module) -> None:
+def backward_of_layer(model: nn.Module) -> None:
     """Give the parameters of a page's transformer layer gradients."""
     weight = next(model.parameters())
     model(torch.randn(2, 4, weight.shape[1], dtype=weight.dtype)).square().mean().backward()
@@ -278,7 +278,7 @@ def test_the_page_about_the_optimizer() -> None:
     written = run("docs/optimizer.md", {}, {}, {})
     names = next(written)
     for _ in range(2):  # the update is measured from the first call on
-        backward(names["model"])
+        backward_of_layer(names["model"])
         names["optimizer"].step()
         figures = names["optimizer"].metrics()
     text = (ROOT / "docs/optimizer.md").read_text()
@@ -289,7 +289,7 @@ def test_the_page_about_the_optimizer() -> None:
     assert rates == {"muon": 6e-4, "adamw": 3e-4}
     names = next(written)
     optimizer, weight = names["optimizer"], names["model"].linear1.weight
-    backward(names["model"])
+    backward_of_layer(names["model"])
     optimizer.step()
     assert (weight.dtype, optimizer.state[weight]["master"].dtype) == (torch.bfloat16, torch.float32)
 
@@ -367,7 +367,7 @@ def test_the_page_about_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = next(written)
     model, optimizer = names["model"], names["optimizer"]
     assert (tmp_path / "checkpoints/1000/manifest.json").exists()
-    backward(model)
+    backward_of_layer(model)
     optimizer.step()
     saved_state = {key: value.clone() for key, value in optimizer.state[model.linear1.weight].items()}
     next(written)
@@ -392,7 +392,7 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["optimizer"].param_groups[0]["stochastic_rounding"] == 0
     assert f"says {str(mm.from_model(model).explain()).split()[-5]} MB" in text
     adamw = torch.optim.AdamW(model.parameters())
-    backward(model)
+    backward_of_layer(model)
     adamw.step()
     stored = sum(value.nbytes for state in adamw.state.values() for value in state.values())
     assert f"`torch.optim.AdamW` stores {stored / 1e6:.3g} MB" in text
@@ -411,7 +411,7 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
         layer = copy.deepcopy(model).to(dtype)
         optimizer = mm.from_model(layer, **settings)
         layer.zero_grad()
-        backward(layer)
+        backward_of_layer(layer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # bf16 weights without masters are warned of
             optimizer.step()

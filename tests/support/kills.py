@@ -38,7 +38,7 @@ from muonmesh.tools.cli.launch import RankFailed, launch
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_files import locked
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
-from tests.support.runs import COMMAND, copy_texts
+from tests.support.runs import COMMAND, losses_of
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -54,28 +54,11 @@ def options(run: Path, text: Path, *, steps: int, ranks: int) -> list[str]:
     return [str(value) for value in values]
 
 
-def learn_from(folder: Path) -> Path:
-    """Make ``folder/text``, a dozen files of the standard library; where it is."""
-    return copy_texts(folder / "text", 12)
-
-
 def begun_like(whole: Path, run: Path) -> None:
     """A run with the settings and the text of another, and no step made."""
     run.mkdir()
     load_settings(whole, out=str(run)).save(load_config(whole)["environment"])
     shutil.copy(whole / "corpus.json", run)
-
-
-def losses(run: Path) -> dict[str, float]:
-    """Every loss and validation loss of a run; the same step is never told twice."""
-    by_step: dict[str, float] = {}
-    for record in read_metrics(run):
-        for key in ("loss", "validation_loss"):
-            if key in record:
-                name = f"{key} of step {record['step']}"
-                assert name not in by_step, name
-                by_step[name] = record[key]
-    return by_step
 
 
 def files(folder: Path) -> set[str]:
@@ -291,7 +274,7 @@ def killed_run(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     last_run = subprocess.run([*COMMAND, "--resume", str(run), "--ranks", str(ranks[0])], check=False, stdout=-3)
-    expected, resumed = losses(whole), losses(run)
+    expected, resumed = losses_of(whole), losses_of(run)
     assert expected.keys() == resumed.keys(), sorted(expected.keys() ^ resumed.keys())
     return {
         "kills": sum(counted.values()),

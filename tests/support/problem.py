@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import muonmesh as mm
 from tests.support import gathered
 from tests.support.meshes import mesh_of
+from tests.support.reference import split
 
 # name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
 # the ranks, dims that no number of ranks divides, tall, wide and square, and every way to split a parameter.
@@ -92,16 +93,28 @@ class Bag(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    muon = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
-    adamw = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": [], "weight_decay": 0.05}
-    for name, parameter in model.named_parameters():
-        spec = PARAMETERS[name][1]
+    return groups_of(dict(model.named_parameters()), PARAMETERS)
+
+
+def groups_of(tensors: dict[str, Tensor], parameters: dict[str, tuple[tuple[int, ...], Any]]) -> list[dict[str, Any]]:
+    """Return the groups of tensors by name, as ``parameters`` has their matrices."""
+    muon: dict[str, Any] = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
+    adamw: dict[str, Any] = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": []}
+    adamw["weight_decay"] = 0.05
+    for name, tensor in tensors.items():
+        spec = parameters[name][1]
         group = adamw if spec == "adamw" else muon
-        group["params"].append(parameter)
+        group["params"].append(tensor)
         group["param_names"].append(name)
         if spec != "adamw":
             group["matrices"].append(spec)
-    return [muon, adamw]
+    return [group for group in (muon, adamw) if group["params"]]
+
+
+def matrices() -> list[Tensor]:
+    """Return the matrices of all parameters."""
+    muon = [(name, spec) for name, (_, spec) in PARAMETERS.items() if spec != "adamw"]
+    return [matrix for name, spec in muon for matrix in split(initial()[name], spec)]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -189,6 +202,13 @@ def alone(
     values = {name: value.to(param_dtype) for name, value in initial().items()}
     *_, (model, optimizer) = steps("local", count, values, gradients_of, prepare, **settings)
     return result(model, optimizer)
+
+
+def promised_and_counted(optimizer: mm.Muon) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what `explain` promises of a step, and what the last step did."""
+    promise, did = optimizer.explain(), optimizer.counts
+    promised = (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received)
+    return promised, (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received)
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

@@ -42,13 +42,11 @@ def prepare_run(directory: Path, corpus: Corpus, **values: Any) -> Path:
 
 
 def losses_of(run: Path) -> Losses:
-    """Return every loss and validation loss of a run."""
-    return {
-        (record["run"], record["step"], key): record[key]
-        for record in read_metrics(run)
-        for key in ("loss", "validation_loss")
-        if key in record
-    }
+    """Return every loss and validation loss of a run; the same step is never told twice."""
+    records = [(record, key) for record in read_metrics(run) for key in ("loss", "validation_loss") if key in record]
+    losses = {(record["run"], record["step"], key): record[key] for record, key in records}
+    assert len(losses) == len(records)
+    return losses
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 600.0) -> None:

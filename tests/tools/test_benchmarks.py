@@ -239,25 +239,20 @@ def test_the_guard_compares_rounds_and_refuses_another_processor(
     assert "found figures of 'another'" in capsys.readouterr().err
 
 
+MANY = ((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400))
+
+
 @pytest.mark.parametrize(
-    "shapes",
-    [((24, 100),), pytest.param(((1, 64), (16, 1024), (64, 64), (128, 512), (384, 400)), marks=pytest.mark.soak)],
+    ("name", "bound", "shapes"),
+    [
+        *((name, bound, ((24, 100),)) for name, bound in (("polar_express", 1.14), ("simple", 1.21))),
+        *(pytest.param(n, b, MANY, marks=pytest.mark.soak) for n, b in (("polar_express", 1.14), ("simple", 1.21))),
+        ("deflated", 1.095, ((384, 400),)),  # from 384 rows on: of fewer it is polar_express
+    ],
 )
-def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(shapes: tuple[tuple[int, int], ...]) -> None:
-    """Soak: a minute."""
-    largest = {name: 0.0 for name in ("polar_express", "simple")}
-    for shape in shapes:
-        for _, matrix in stress.stress(*shape):
-            for name in largest:
-                largest[name] = max(largest[name], stress.judged(name, matrix.bfloat16())["largest"])
-    assert 1.0 < largest["polar_express"] < 1.14
-    assert 1.0 < largest["simple"] < 1.21
-
-
-def test_deflated_lets_no_singular_value_grow_on_matrices_made_for_that() -> None:
-    """From 384 rows on: of fewer it is polar_express."""
-    for name, matrix in stress.stress(384, 400):
-        assert stress.judged("deflated", matrix.bfloat16())["largest"] < 1.095, name
+def test_no_set_lets_a_singular_value_grow_on_matrices_made_for_that(name: str, bound: float, shapes: Any) -> None:
+    matrices = [matrix.bfloat16() for shape in shapes for _, matrix in stress.stress(*shape)]
+    assert 1.0 < max(stress.judged(name, matrix)["largest"] for matrix in matrices) < bound
 
 
 @pytest.mark.parametrize("shape", one_in(3, [((384, 800),), ((400, 1700),), ((768, 1600),)]))

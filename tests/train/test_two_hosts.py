@@ -15,9 +15,9 @@ import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from tests.support import two_levels_worker
-from tests.support.kills import begun_like, learn_from, losses, options
+from tests.support.kills import begun_like, options
 from tests.support.links import Host, two_hosts
-from tests.support.runs import COMMAND
+from tests.support.runs import COMMAND, copy_texts, losses_of
 
 STEPS = 12
 TIMEOUT = 20  # seconds of a collective: beyond what a loaded machine needs for a step
@@ -50,7 +50,7 @@ def start_both(
 def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
     """About two minutes."""
     with two_hosts(delay=0.002, loss=0.005) as (first, second, wire):
-        text = learn_from(tmp_path)
+        text = copy_texts(tmp_path / "text", 12)
         whole, run = tmp_path / "whole", tmp_path / "cut"
         arguments = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
         subprocess.run([*COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -80,7 +80,7 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
         for process, log in start_both((first, second), run, tmp_path, "resumed"):
             assert process.wait(timeout=300) == 0, log.read_text()
         assert first.processes() == second.processes() == []
-        assert losses(run) == losses(whole), "bit for bit, over a wire that delays and loses"
+        assert losses_of(run) == losses_of(whole), "bit for bit, over a wire that delays and loses"
         assert not (run / "errors").exists()
         assert wire.carried > 1000
         assert wire.lost > 0
