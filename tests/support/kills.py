@@ -37,10 +37,9 @@ from muonmesh.tools.cli.launch import RankFailed, launch
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_files import locked
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
-from tests.support.runs import losses_of
+from tests.support.runs import COMMAND, losses_of
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
-COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SECONDS_TO_END = 60.0  # for all processes of a run, once one was killed
 LISTENS = "0A"  # a state in /proc/net/tcp

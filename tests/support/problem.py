@@ -72,12 +72,21 @@ def zeroed(step: int) -> dict[str, Tensor | None]:
 
 
 class Bag(nn.Module):
-    """Parameters by name."""
+    """Parameters by name; dots make modules inside."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         super().__init__()
         for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value.clone()))
+            self.put(name, nn.Parameter(value.clone()))
+
+    def put(self, name: str, parameter: Tensor) -> None:
+        module: nn.Module = self
+        *path, key = name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(key, parameter)  # type: ignore[arg-type]
 
     def forward(self) -> Tensor:
         return sum((p.sum() for p in self.parameters()), torch.zeros(()))
@@ -117,7 +126,7 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
         for name, value in values.items():
             placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
             distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)
-            model.register_parameter(name, nn.Parameter(distributed))
+            model.put(name, nn.Parameter(distributed))
         return model, None
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if layout == "fsdp":
@@ -132,7 +141,7 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
     }[layout]
     for name, value in values.items():
         distributed = distribute_tensor(value.clone(), mesh, [placements(value)], src_data_rank=None)
-        model.register_parameter(name, nn.Parameter(distributed))
+        model.put(name, nn.Parameter(distributed))
     return model, None
 
 

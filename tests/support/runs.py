@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from muonmesh.tools.cli.corpus import Corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_settings import Settings
 
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
 
 
@@ -21,6 +24,12 @@ def copy_texts(folder: Path, count: int) -> Path:
     for file in sorted(standard_library(), key=lambda path: path.name)[: 2 * count : 2]:
         shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
     return folder
+
+
+def train_command(*options: object, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command with these options; ``changes`` are of `subprocess.run`."""
+    values: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 300, **changes}
+    return subprocess.run([*COMMAND, *map(str, options)], **values)
 
 
 def prepare_run(directory: Path, corpus: Corpus, **values: Any) -> Path:

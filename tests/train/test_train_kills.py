@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from tests.support.kills import COMMAND, begun_like, children, files, is_zombie, options
-from tests.support.runs import copy_texts, losses_of, wait_for
+from tests.support.kills import begun_like, children, files, is_zombie, options
+from tests.support.runs import COMMAND, copy_texts, losses_of, wait_for
 
 
 def killed(folder: Path, *, seconds: float, **options: Any) -> dict[str, Any]:
