@@ -12,6 +12,7 @@ import copy
 import io
 import math
 import pickle
+import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
+    ParamsT,
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
@@ -294,6 +296,8 @@ def test_a_group_added_later_takes_the_defaults_as_they_are_then() -> None:
 
 
 def test_parameters_may_be_given_in_every_way_that_torch_takes() -> None:
+    annotated = typing.get_type_hints(mm.Muon.__init__)["params"]
+    assert set(typing.get_args(annotated)) == set(typing.get_args(ParamsT))
     results = []
     for give in (
         lambda params: [params["weight"], params["tall"]],

@@ -24,7 +24,9 @@ LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 
-def weights_on(mesh: dict[str, int], placements: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> list[Weight]:
+def forecast_weights(
+    mesh: dict[str, int], placements: Sequence[Any], shapes: Sequence[tuple[int, int]]
+) -> list[Weight]:
     splits = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
     sizes, ranks = tuple(mesh.values()), tuple(range(math.prod(mesh.values())))
     layouts = [layout.MeshLayout(shape, sizes, ranks, splits) for shape in shapes]
@@ -48,7 +50,7 @@ def test_a_forecast_is_near_a_dry_run(
 ) -> None:
     spread = {"world": math.prod(mesh.values()), "mesh": mesh, "placements": lambda name, parameter: placements}
     run = dry_run(bag(*shapes), optimizer_of, steps=1, **(spread if mesh != {"one": 1} else {}))
-    modelled = forecast(weights_on(mesh, placements, shapes), rank=0)
+    modelled = forecast(forecast_weights(mesh, placements, shapes), rank=0)
 
     assert modelled.bytes_sent == run.bytes_sent
     assert modelled.collectives == run.collectives
@@ -79,7 +81,7 @@ def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
     make = lambda model: mm.Muon([{"params": list(model.named_parameters()), "algorithm": rule}])  # noqa: E731
     spread = {"world": 4, "mesh": {"shard": 4}, "placements": lambda name, parameter: (Shard(0),)}
     run = dry_run(bag(*shapes), make, steps=1, step=step, **spread)
-    weights = weights_on({"shard": 4}, (Shard(0),), shapes)
+    weights = forecast_weights({"shard": 4}, (Shard(0),), shapes)
     modelled = forecast(weights, rank=0, rule=rule)
     assert modelled.plan.loads == explanations[-1].flops
     assert (modelled.bytes_sent, modelled.collectives) == (run.bytes_sent, run.collectives)

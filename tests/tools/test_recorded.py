@@ -305,7 +305,7 @@ def listed(numbers: Iterable[float], form: str = ".3f") -> str:
     return ", ".join(f"{number:{form}}" for number in numbers).replace("-", "−")
 
 
-def apart(numbers: Iterable[float], others: Iterable[float], digits: int = 3) -> str:
+def differences_of(numbers: Iterable[float], others: Iterable[float], digits: int = 3) -> str:
     return listed((a - b for a, b in zip(numbers, others, strict=True)), f"+.{digits}f")
 
 
@@ -328,7 +328,7 @@ def test_fine_tuning() -> None:
         (adamw,) = (by_seed for kind, (_, by_seed) in best.items() if kind in ("AdamW", "AdamW on all weights"))
         for kind, (rate, by_seed) in best.items():
             ends = [*by_seed.values()]
-            differences = f" {apart(ends, adamw.values())} |" if by_seed is not adamw else " |"
+            differences = f" {differences_of(ends, adamw.values())} |" if by_seed is not adamw else " |"
             cells = (titles.get(kind, kind.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
             cells += (f"{statistics.mean(ends):.3f}", listed(ends))
             rows.append(f"| {pretrained} steps | {' | '.join(cells)} |{differences}")
@@ -358,7 +358,7 @@ def test_rounding_of_weights() -> None:
     rows = []
     for model, by_rounding in losses.items():
         for name, ends in by_rounding.items():
-            cell = "" if name == "masters" else f"{apart(ends, by_rounding['masters'], 4)} "
+            cell = "" if name == "masters" else f"{differences_of(ends, by_rounding['masters'], 4)} "
             rows.append(f"| {model} | {titles[name]} | {statistics.mean(ends):.3f} | {cell}|")
     assert missing_rows(rows, report("memory")) == []
 
@@ -517,7 +517,7 @@ def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
     for record in recorded("state")["runs"]:
         last.setdefault(record["dtype"], []).append(record["validation"][-1][1])
     rows += [f" | {statistics.mean(finals):.3f} ± {statistics.stdev(finals):.3f} |" for finals in last.values()]
-    rows += [f"| {apart(last[name], last['fp32'])} |" for name in ("bf16", "int8")]
+    rows += [f"| {differences_of(last[name], last['fp32'])} |" for name in ("bf16", "int8")]
     for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
         losses = {
             record["lr"]: record["validation_loss"]
