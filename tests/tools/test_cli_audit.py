@@ -71,7 +71,8 @@ if __name__ == "__main__":
     if kind == "loose":
         torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]).step()
     if kind == "without_numbers":
-        muonmesh.from_model(Net().to("meta")).step()
+        net = Net().to("meta")
+        muonmesh.from_model(net).step()
     Trainer(kind).train()
 """
 
