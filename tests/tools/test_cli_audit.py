@@ -62,7 +62,6 @@ class Trainer:
                     raise SystemExit(f"swallowed {error}")
 
 if __name__ == "__main__":
-    print("arguments", sys.argv[1:])
     kind = sys.argv[-1]
     if kind == "fails":
         raise RuntimeError("of the script")
@@ -73,6 +72,7 @@ if __name__ == "__main__":
     if kind == "without_numbers":
         net = Net().to("meta")
         muonmesh.from_model(net).step()
+    print("arguments", sys.argv[1:])
     Trainer(kind).train()
 """
 
