@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import muonmesh as mm
+from muonmesh.comm.storage import local_of
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
@@ -43,38 +44,70 @@ def test_names_hash_differently_on_two_ranks(workers) -> None:
 
 
 def steps_of_layout(
-    layout: str, dtype: torch.dtype, count: int = 3, param_dtype: torch.dtype = torch.float32, **settings: Any
-) -> tuple[list[str], dict[str, Tensor]]:
-    """Step in a layout and alone on this very rank; return what differs, and the result."""
+    layout: str, param_dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[list[str], dict[str, Tensor], tuple[tuple[int, ...], ...], int]:
+    """Step in a layout, and alone on this very rank.
+
+    Returns:
+        What differs, the result, what was promised and done, and the elements of momentum that are stored here.
+    """
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    *_, (model, optimizer) = problem.steps(layout, count, values, compute_dtype=dtype, **settings)
+    *_, (model, optimizer) = problem.steps(layout, 3, values, **settings)
     result = problem.result(model, optimizer)
-    alone = problem.alone(count, param_dtype=param_dtype, compute_dtype=dtype, **settings)
-    return problem.differing(result, alone), result
+    alone = problem.alone(3, param_dtype=param_dtype, **settings)
+    stored = sum(local_of(state.get("momentum_buffer", torch.ones(0))).numel() for state in optimizer.state.values())
+    return problem.differing(result, alone), result, problem.promised_and_counted(optimizer), stored
 
 
-def promised_and_counted(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return what explain() promises of a step and what a step did."""
-    *_, (_, optimizer) = problem.steps(layout, 2, problem.initial(), compute_dtype=dtype)
-    promise = optimizer.explain()
-    did = optimizer.counts
-    return (
-        (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
-        (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
-    )
+BF16: dict[str, Any] = {"param_dtype": torch.bfloat16}
+ROUNDED = {**BF16, "stochastic_rounding": 5}
+SETTINGS: list[dict[str, Any]] = [
+    {"memory_budget_mb": 0.08},  # many buckets, pipelined
+    {"memory_budget_mb": 16000.0},
+    {"nesterov": False},
+    {"compute_dtype": torch.float64},
+    {"state_dtype": torch.float64},
+    {"ns_coefficients": "simple", "ns_method": "standard"},
+    *({"scale_mode": mode, "extra_scale_factor": 0.3} for mode in ("spectral", "unit_rms_norm", "original")),
+]
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    *((ranks, layout, {}) for ranks in (2, 4) for layout in problem.LAYOUTS),
+    *((ranks, layout, {"compute_dtype": torch.float32}) for ranks in (2, 4) for layout in problem.LAYOUTS),
+    *((2, layout, settings) for layout in ("ddp", "fsdp") for settings in SETTINGS),
+    *((2, layout, BF16) for layout in ("ddp", "fsdp", "shard1")),
+    *((2, layout, {**BF16, "master_dtype": torch.float32}) for layout in ("ddp", "fsdp", "shard1")),
+    *((2, layout, ROUNDED) for layout in problem.LAYOUTS),  # random numbers belong to elements of whole parameters
+    *((4, layout, ROUNDED) for layout in (*problem.LAYOUTS, *problem.TWO_DIMS)),
+    (2, "ddp", {**ROUNDED, "shard_state": True}),
+    (4, "ddp", {"shard_state": True}),
+    *((2, "fsdp", {**ROUNDED, **more}) for more in ({"decay_mode": "cautious"}, {"memory_budget_mb": 0.08})),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
-    for differing, _ in workers(ranks).run(steps_of_layout, layout, dtype):
+@pytest.mark.parametrize(("ranks", "layout", "settings"), CASES, ids=str)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_bit_for_bit(workers, ranks: int, layout: str, settings: dict[str, Any]) -> None:
+    """As on each of the ranks alone, and here, without torch.distributed. And a step does what `explain` says."""
+    alone = problem.alone(3, **{key: value for key, value in settings.items() if key != "shard_state"})
+    assert alone["tall"].dtype == settings.get("param_dtype", torch.float32)
+    assert alone["tall.momentum_buffer"].dtype == settings.get("state_dtype", torch.float32)
+    orthogonalized = sent = 0
+    outcomes = workers(ranks).run(steps_of_layout, layout, **settings)
+    for differing, result, (promised, counted), stored in outcomes:
         assert differing == []
+        assert problem.differing(result, alone) == []
+        assert promised == counted
+        sent += counted[2]
+        elements = sum(value.numel() for name, value in result.items() if name.endswith(".momentum_buffer"))
+        assert stored <= 1.25 * elements / ranks or not settings.get("shard_state")
+        orthogonalized += counted[0]
+    assert orthogonalized == len(problem.matrices()), "each once"
+    assert sent
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str) -> None:
-    for differing, _ in workers(4).run(steps_of_layout, layout, torch.bfloat16, kernels="compiled"):
+    for differing, *_ in workers(4).run(steps_of_layout, layout, kernels="compiled"):
         assert differing == []
 
 
@@ -84,7 +117,7 @@ def run_as_with_avx512(layout: str, **settings: Any) -> tuple[list[str], bool]:
     kernels._GAIN.update(dict.fromkeys(gains, gains["avx512"]))
     kernels.auto_takes.cache_clear()
     try:
-        return steps_of_layout(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
+        return steps_of_layout(layout, **settings)[0], kernels.auto_takes()[0] > 0
     finally:
         kernels._GAIN.update(gains)
         kernels.auto_takes.cache_clear()
@@ -164,125 +197,22 @@ def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tupl
     return problem.differing(result, alone), max(far)
 
 
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
+TOGETHER: list[tuple[int, str, dict[str, Any]]] = [
+    *((4, layout, {"memory_budget_mb": 0.08}) for layout in problem.LAYOUTS),
+    *((2, "fsdp", settings) for settings in ({"nesterov": False}, {"momentum": 0.0}, {"decay_mode": "cautious"})),
+    *((2, "fsdp", settings) for settings in ({"state_dtype": torch.float64}, BF16, ROUNDED)),
+    (2, "fsdp", {**BF16, "master_dtype": torch.float32}),
+    (2, "fsdp", {"param_dtype": torch.float64, "compute_dtype": torch.float64}),
+    (2, "ddp", {"shard_state": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "settings"), TOGETHER, ids=str)
 @pytest.mark.filterwarnings("ignore:.*without masters")
-def test_what_a_device_runs_is_bit_for_bit_too(workers, layout: str) -> None:
+def test_what_a_device_runs_is_bit_for_bit_too(workers, ranks: int, layout: str, settings: dict[str, Any]) -> None:
     """Elementwise work on all pieces of a bucket, masked on the device, the memory of a bucket its own."""
-    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08}
-    for differing, far in workers(4).run(run_together, layout, torch.float32, **settings):
-        assert differing == []
-        assert far < 1e-5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"nesterov": False},
-        {"momentum": 0.0},
-        {"state_dtype": torch.float64},
-        {"param_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "master_dtype": torch.float32},
-        {"param_dtype": torch.bfloat16, "stochastic_rounding": 5},
-        {"param_dtype": torch.float64, "compute_dtype": torch.float64},
-        {"decay_mode": "cautious"},
-        {"shard_state": True},
-    ],
-    ids=lambda settings: "-".join(settings),
-)
-@pytest.mark.filterwarnings("ignore:.*without masters")
-def test_what_a_device_runs_is_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
     settings = {"compute_dtype": torch.float32, "param_dtype": torch.float32, **settings}
     rough = settings["param_dtype"] == torch.bfloat16
-    layout = "ddp" if "shard_state" in settings else "fsdp"
-    for differing, far in workers(2).run(run_together, layout, **settings):
+    for differing, far in workers(ranks).run(run_together, layout, **settings):
         assert differing == []
-        assert far < (1e-2 if rough else 1e-4)
-
-
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_one_process_without_distributed_has_the_same_bits(workers, layout: str) -> None:
-    alone = problem.alone(3, compute_dtype=torch.float32)
-    for _, result in workers(2).run(steps_of_layout, layout, torch.float32):
-        assert problem.differing(result, alone) == []
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"memory_budget_mb": 0.08},  # many buckets, pipelined
-        {"memory_budget_mb": 16000.0},
-        {"nesterov": False},
-        {"compute_dtype": torch.float64},
-        {"state_dtype": torch.float64},
-        {"ns_coefficients": "simple", "ns_method": "standard"},
-        {"scale_mode": "spectral", "extra_scale_factor": 0.3},
-    ],
-    ids=lambda settings: "-".join(settings),
-)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_bit_for_bit_with_settings(workers, layout: str, settings: dict[str, Any]) -> None:
-    settings = dict(settings)
-    dtype = settings.pop("compute_dtype", torch.bfloat16)
-    for differing, _ in workers(2).run(steps_of_layout, layout, dtype, **settings):
-        assert differing == []
-
-
-@pytest.mark.parametrize("master", [None, torch.float32], ids=["no-master", "master"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-@pytest.mark.filterwarnings("ignore:.*without masters")
-def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype | None) -> None:
-    for differing, result in workers(2).run(
-        steps_of_layout, layout, torch.bfloat16, param_dtype=torch.bfloat16, master_dtype=master
-    ):
-        assert differing == []
-        assert result["tall"].dtype == torch.bfloat16
-        assert result["tall.momentum_buffer"].dtype == torch.float32
-
-
-ROUNDED = {"param_dtype": torch.bfloat16, "stochastic_rounding": 5}
-
-
-@pytest.mark.parametrize("layout", [*problem.LAYOUTS, *problem.TWO_DIMS])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> None:
-    """Random numbers belong to elements of whole parameters."""
-    if ranks == 2 and layout in problem.TWO_DIMS:
-        layout = "shard1"
-    for differing, result in workers(ranks).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED):
-        assert differing == []
-        assert result["tall"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"shard_state": True}, {"decay_mode": "cautious"}, {"memory_budget_mb": 0.08}],
-    ids=lambda settings: "-".join(settings),
-)
-def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
-    layout = "ddp" if "shard_state" in settings else "fsdp"
-    for differing, _ in workers(2).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED, **settings):
-        assert differing == []
-
-
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None:
-    outcomes = workers(ranks).run(promised_and_counted, layout, torch.bfloat16)
-    matrices = 0
-    for promised, counts in outcomes:
-        assert promised == counts
-        matrices += counts[0]
-    # no matrix is orthogonalized twice, none is left out
-    assert matrices == len(_matrices())
-    assert any(counts[2] for _, counts in outcomes)
-
-
-def _matrices() -> list[int]:
-    from tests.support.reference import split
-
-    return [
-        matrix.numel()
-        for name, (shape, spec) in problem.PARAMETERS.items()
-        if spec != "adamw"
-        for matrix in split(problem.initial()[name], spec)
-    ]
+        assert far < (1e-2 if rough else 1e-4 if ranks == 2 else 1e-5)

@@ -23,7 +23,7 @@ from muonmesh.layout import (
 )
 from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.region import Region
-from tests.support.boxes import canonical, layouts, local_by_torch, planned
+from tests.support.fuzzing import canonical, mesh_layouts, planned, stored
 from tests.support.reference import split
 
 COVERS = (
@@ -80,9 +80,9 @@ def at_matrix(matrix: Tensor, leg: Row) -> Tensor:
 @hypothesis.given(st.data())
 def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
     shape, spec = data.draw(specs())
-    layout = data.draw(layouts(shape))
+    layout = data.draw(mesh_layouts(shape))
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    storages = {rank: local_by_torch(whole, layout, rank) for rank in layout.ranks}
+    storages = {rank: stored(layout, rank, whole) for rank in layout.ranks}
     for rank, storage in storages.items():
         assert layout.local_shape(rank) == tuple(storage.shape)
     plan = planned(shape, spec, layout, data.draw(st.sampled_from([1, 50, 10**6])))
@@ -137,7 +137,7 @@ def test_a_matrix_in_several_runs_of_one_rank_does_not_travel() -> None:
 def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataObject) -> None:
     """Whoever owns it, not only whom the planner would choose."""
     shape, spec = data.draw(specs())
-    layout = data.draw(layouts(shape))
+    layout = data.draw(mesh_layouts(shape))
     matrices = split_matrices("w", shape, spec)
     flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
     owners = st.sampled_from(layout.ranks)
@@ -148,7 +148,7 @@ def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataOb
     assert {a.matrix.index: a.owner for a in plan.assignments}.items() >= chosen.items()
 
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    storages = {rank: local_by_torch(whole, layout, rank) for rank in layout.ranks}
+    storages = {rank: stored(layout, rank, whole) for rank in layout.ranks}
     expected = [canonical(matrix) for matrix in split(whole, spec)]
     written = {rank: torch.zeros(storage.shape, dtype=torch.int64) for rank, storage in storages.items()}
     for bucket in range(len(plan.buckets)):
@@ -191,9 +191,9 @@ def test_owners_are_told_and_are_part_of_what_ranks_compare() -> None:
 @hypothesis.given(st.data())
 def test_holders_replicas_and_pieces(data: st.DataObject) -> None:
     shape, spec = data.draw(specs())
-    layout = data.draw(layouts(shape))
+    layout = data.draw(mesh_layouts(shape))
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    sets = {rank: set(local_by_torch(whole, layout, rank).flatten().tolist()) for rank in layout.ranks}
+    sets = {rank: set(stored(layout, rank, whole).flatten().tolist()) for rank in layout.ranks}
     for rank in layout.ranks:
         replica = layout.replica(rank)
         assert rank in replica

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.layout import MeshLayout, Shard, split_matrices
 from muonmesh.layout.piece_table import pieces
-from tests.support.boxes import canonical, layouts, local_by_torch, planned
+from tests.support.fuzzing import canonical, mesh_layouts, planned, stored
 
 COVERS = ("layout.matrix.assemble",)
 
@@ -29,7 +29,7 @@ def cut(x: Tensor, runs: list[int], dim: int) -> list[Tensor]:
 
 def assembled_by_hand(whole: Tensor, spec: Any, layout: MeshLayout) -> list[Tensor]:
     """The matrices that owners put together from what one copy's ranks store; -1 where nothing was written."""
-    storages = {rank: local_by_torch(whole, layout, rank).view(-1) for rank in layout.replica(layout.ranks[0])}
+    storages = {rank: stored(layout, rank, whole).view(-1) for rank in layout.replica(layout.ranks[0])}
     results = []
     for matrix in split_matrices("w", tuple(whole.shape), spec):
         result = torch.full(matrix.shape, -1)
@@ -58,7 +58,7 @@ def test_the_regions_are_those_cut_by_hand(data: st.DataObject) -> None:
     slices = whole if stacked else whole[None]
     expected = [m for x in slices for m in cut(x.mT if transposed else x, runs, dim)]
 
-    layout = data.draw(layouts(shape))
+    layout = data.draw(mesh_layouts(shape))
     matrices = assembled_by_hand(whole, spec, layout)
     assert [tuple(m.shape) for m in matrices] == [tuple(canonical(m).shape) for m in expected]
     assert all(torch.equal(f, canonical(e)) for f, e in zip(matrices, expected, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -139,6 +140,12 @@ def _one_collective_too_many() -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
+def _read_no_memory_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +153,8 @@ def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(
     monkeypatch.setattr("tests.support.workers.STEP_SECONDS", 3.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 died: exit code 3"):
         workers(2).run(_die_on_rank_1)
+    with pytest.raises(RankFailure, match=r"(?s)died: exit code -11.*Segmentation fault.*_read_no_memory"):
+        workers(2).run(_read_no_memory_on_rank_1)
     with pytest.raises(RankFailure, match="different collectives"):
         workers(2).run(_one_collective_too_many)
     assert workers(2).run(_sum_of_ranks, [1.0, 2.0])[0][1].item() == 3.0
