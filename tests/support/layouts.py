@@ -19,7 +19,6 @@ from muonmesh.comm.placing import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 from muonmesh.step.connection import placed_members
 from tests.support import gathered
-from tests.support.problem import groups_of
 
 # name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
 S, R = Shard, Replicate()
@@ -93,6 +92,20 @@ def elements(local: Tensor, layout: Any) -> tuple[Tensor, Tensor]:
     return torch.cat(numbers), torch.cat(stored)
 
 
+def _groups(tensors: dict[str, Tensor], parameters: dict[str, tuple[tuple[int, ...], Any]]) -> list[dict[str, Any]]:
+    muon: dict[str, Any] = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
+    adamw: dict[str, Any] = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": []}
+    adamw["weight_decay"] = 0.05
+    for name, tensor in tensors.items():
+        spec = parameters[name][1]
+        group = adamw if spec == "adamw" else muon
+        group["params"].append(tensor)
+        group["param_names"].append(name)
+        if spec != "adamw":
+            group["matrices"].append(spec)
+    return [group for group in (muon, adamw) if group["params"]]
+
+
 def dtensors(
     parameters: dict[str, tuple[tuple[int, ...], Any]],
     values: dict[str, Tensor],
@@ -120,7 +133,7 @@ def dtensors(
             tensors_and_state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
         return gathered.whole(tensors_and_state)
 
-    return Held(groups_of(tensors, parameters), {}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))
 
 
 def declared(
@@ -150,7 +163,7 @@ def declared(
             state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
         return {**gathered.join(parts, {name: layouts[name].shape for name in parts}), **gathered.whole(state)}
 
-    return Held(groups_of(tensors, parameters), {"layouts": declared_layouts}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {"layouts": declared_layouts}, give, whole, dict(tensors))
 
 
 def flat(
@@ -160,8 +173,9 @@ def flat(
     tensor_parallel: int = 1,
     padding: int = 3,
     seed: int = 0,
+    groups: Sequence[dict[str, Any]] | None = None,
 ) -> Held:
-    """One flat buffer for the Muon half and one for AdamW's, cut anywhere, as ZeRO holds them.
+    """One flat buffer for each of the groups, or for the Muon half and for AdamW's, cut anywhere, as ZeRO holds them.
 
     The parameters (or their tensor-parallel shards) are laid end to end and the whole is cut at random places, one
     interval a rank of each data-parallel group, with padding at the end.
@@ -169,23 +183,19 @@ def flat(
     world, rank = dist.get_world_size(), dist.get_rank()
     data = world // tensor_parallel
     generator = torch.Generator().manual_seed(seed)
-    buffers: dict[str, list[str]] = {"muon": [], "adamw": []}
-    for name, (_, spec) in parameters.items():
-        buffers["adamw" if spec == "adamw" else "muon"].append(name)
     tensors: dict[str, Tensor] = {}
     contents: dict[str, list[FlatParameter]] = {}
-    groups = []
-    for buffer, names in buffers.items():
-        if not names:
-            continue
-        contents[buffer] = _cut_flat(parameters, names, data, tensor_parallel, padding, generator)
+    flat_groups = []
+    for group in _groups(values, parameters) if groups is None else groups:
+        buffer = group["name"]
+        contents[buffer] = _cut_flat(parameters, group["param_names"], data, tensor_parallel, padding, generator)
         size = contents[buffer][0].layout.sizes[rank]
         local = torch.zeros(size)
         for entry in contents[buffer]:
             _fill(local, values[entry.name], entry.layout, rank)
         tensors[buffer] = nn.Parameter(local)
-        group: dict[str, Any] = {"name": buffer, "algorithm": buffer, "params": [tensors[buffer]]}
-        groups.append({**group, "param_names": [buffer], **({"weight_decay": 0.05} if buffer == "adamw" else {})})
+        settings = {key: value for key, value in group.items() if key not in ("matrices", "reasons")}
+        flat_groups.append({**settings, "params": [tensors[buffer]], "param_names": [buffer]})
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for buffer, tensor in tensors.items():
@@ -211,7 +221,7 @@ def flat(
                         result[f"{entry.name}.{key}"] = value.clone()
         return {**gathered.join(parts, shapes), **result}
 
-    return Held(groups, {"layouts": contents}, give, whole, dict(tensors))
+    return Held(flat_groups, {"layouts": contents}, give, whole, dict(tensors))
 
 
 def _cut_flat(

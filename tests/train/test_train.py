@@ -270,14 +270,6 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
-    assert latest_step(tmp_path / "none") is None
-    folders.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
-    for name in ("step-00000020", ".step-00000030.writing"):
-        (tmp_path / name).mkdir()
-    assert latest_step(tmp_path) == 10
-
-
 def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) -> None:
     settings, write = (
         Settings(out=str(tmp_path), optimizer="both", steps=20, warmup=0),
@@ -654,14 +646,3 @@ def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path), *option.split()], env={"COLUMNS": "300"})
         assert result.exit_code == 2
         assert message in result.stderr
-
-
-def test_settings_survive_their_file(tmp_path: Path) -> None:
-    settings = Settings(out=str(tmp_path), data=("a", "b"), steps=7, warmup=0, lr=1 / 3)
-    settings.save({"torch": "any"})
-    assert load_settings(tmp_path) == settings
-    assert load_settings(tmp_path, ranks=4).ranks == 4
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "colour": "red"}))
-    with pytest.raises(ValueError, match=r"found 'colour', which means nothing"):
-        load_settings(tmp_path)
