@@ -106,7 +106,7 @@ def test_layouts_beside_other_packages() -> None:
 
 
 def test_gradients_straight_to_owners_on_slow_links() -> None:
-    page, rows = (ROOT / "docs/to-owners.md").read_text(), []
+    page, rows = report("overlap"), []
     for case, table in recorded("to_owners")["tables"]["gradients"].items():
         ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
         ratios = (table[f"{name} over adamw"] for name in ("muon", "to_owners"))
