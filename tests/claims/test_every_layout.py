@@ -13,7 +13,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonmesh as mm
 from muonmesh.comm.storage import local_of
 from tests.support import layouts, problem
-from tests.support.layouts import R, S, strided
 from tests.support.meshes import mesh_of
 
 COVERS = (
@@ -21,13 +20,7 @@ COVERS = (
     "comm.sharing.sharded_over_replicas",
 )
 
-EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
-    "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
-    "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),
-    "rows, cols, rows": ((2, 2, 2), lambda n: [S(0), S(n - 1), S(0)]),
-}
-
-
+EIGHT = [name for name, (sizes, _) in layouts.EIGHT.items() if len(sizes) == 3]
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 FLAT = {"flat": {}, "flat shards": {"tensor_parallel": 2}}
 
@@ -35,7 +28,7 @@ FLAT = {"flat": {}, "flat shards": {"tensor_parallel": 2}}
 def hold_in_layout(layout: str, seed: int, how: str) -> layouts.Held:
     if layout in FLAT:
         return layouts.flat(problem.PARAMETERS, problem.initial(), seed=seed, **FLAT[layout])
-    sizes, placements_of = {**layouts.MESHES, **EIGHT}[layout]
+    sizes, placements_of = {**layouts.MESHES, **layouts.EIGHT}[layout]
     hold = layouts.declared if how == "declared" else layouts.dtensors
     mesh = mesh_of(sizes)
     return hold(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: placements_of(len(shape)))
