@@ -20,7 +20,6 @@ from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
 from tests.support import layouts, problem
 from tests.support.in_copies import step_as_on_a_device
-from tests.support.layouts import R, S, strided
 from tests.support.meshes import mesh_of
 from tests.support.workers import Pool
 
@@ -227,13 +226,7 @@ def test_what_a_device_runs_is_bit_for_bit_too(workers, ranks: int, layout: str,
 # ------------------------------------------------------------------ every way of holding a matrix
 
 
-EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
-    "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
-    "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),
-    "rows, cols, rows": ((2, 2, 2), lambda n: [S(0), S(n - 1), S(0)]),
-}
-
-
+EIGHT = [name for name, (sizes, _) in layouts.EIGHT.items() if len(sizes) == 3]
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 FLAT = {"flat": {}, "flat shards": {"tensor_parallel": 2}}
 
@@ -241,7 +234,7 @@ FLAT = {"flat": {}, "flat shards": {"tensor_parallel": 2}}
 def hold_in_layout(layout: str, seed: int, how: str) -> layouts.Held:
     if layout in FLAT:
         return layouts.flat(problem.PARAMETERS, problem.initial(), seed=seed, **FLAT[layout])
-    sizes, placements_of = {**layouts.MESHES, **EIGHT}[layout]
+    sizes, placements_of = {**layouts.MESHES, **layouts.EIGHT}[layout]
     hold = layouts.declared if how == "declared" else layouts.dtensors
     mesh = mesh_of(sizes)
     return hold(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: placements_of(len(shape)))
