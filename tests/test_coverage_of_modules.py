@@ -18,10 +18,9 @@ ENTRANCES = {"__main__", "testing"}
 
 # Names that several files of tests still give to helpers of their own; the list may only become shorter.
 NOT_YET = """
-advance alone assigned backward build by_torch cases check clipped copied differing elements experts flat forward
-groups halves in_one_process load loaded matrices measured numbers_of on_mesh optimizer_of oracle
-placements refused resumed save settings sharded snapshot source_of step stepped tensors tokens
-train trained trained_twice whole without_memory written
+advance alone assigned backward build by_torch cases check clipped copied differing elements halves
+in_one_process load loaded matrices measured on_mesh oracle refused resumed save sharded step stepped tokens
+train trained whole without_memory written
 """
 
 
