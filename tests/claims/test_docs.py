@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import types
@@ -421,74 +420,6 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
         sizes.append(state["master"].nbytes if "master" in state else 0)
         cells = [str(size // weight.numel() or "") for size in (*sizes, sum(sizes))]
         assert f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |") in text
-
-
-def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
-    def recorded(name: str) -> dict[str, Any]:
-        return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
-
-    rows = []
-    for name, ratios in recorded("update_sizes")["ratios"].items():
-        sizes = [*ratios.values()]
-        rows.append(f"| `{name}`{' (those of torch.optim.Muon)' * (name == 'simple')} | ")
-        rows[-1] += " | ".join(f"{value:.3f}" for value in (statistics.mean(sizes), min(sizes), max(sizes)))
-    last: dict[str, list[float]] = {}
-    for record in recorded("state")["runs"]:
-        last.setdefault(record["dtype"], []).append(record["validation"][-1][1])
-    rows += [f" | {statistics.mean(finals):.3f} ± {statistics.stdev(finals):.3f} |" for finals in last.values()]
-    for name in ("bf16", "int8"):
-        apart = (f"{a - b:+.3f}".replace("-", "−") for a, b in zip(last[name], last["fp32"], strict=True))
-        rows.append(f"| {', '.join(apart)} |")
-    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
-        losses = {
-            record["lr"]: record["validation_loss"]
-            for record in recorded("adamw_sweep")["results"]
-            if record["optimizer"] == optimizer
-        }
-        best = min(losses.values())
-        text = (f"{losses[lr]:.3f}" if lr in losses else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
-        cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
-        rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
-    nano, small = (rows_of_variants(recorded(name)["runs"]) for name in ("variants", "variants_small"))
-    rows += [f"| {name} | {nano[name]} | {small[name]} |" for name in nano]
-    changes: dict[tuple[str, bool, str], list[str]] = {}
-    for record in recorded("coordinates")["runs"]:
-        for output in ("hidden 2", "logits"):
-            changes.setdefault((record["case"], record["carried"], output), []).append(
-                f"{record['change'][output]:.3g}"
-            )
-    for (case, carried, output), numbers in changes.items():
-        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
-        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(numbers)} |")
-    widths = {
-        (record["case"], record["carried"], record["width"]): record["each"]
-        for record in recorded("coordinates_seeds")["runs"]
-    }
-    for case, carried in dict.fromkeys((case, carried) for case, carried, _ in changes):
-        pairs = [*zip(widths[case, carried, 256], widths[case, carried, 1024], strict=True)]
-        cells = (
-            ", ".join(f"{wide[layer] / small[layer]:.2f}" for small, wide in pairs) for layer in ("hidden 2", "logits")
-        )
-        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
-        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {' | '.join(cells)} |")
-    reports = "\n".join(path.read_text() for path in (ROOT / "benchmarks/reports").glob("*.md"))
-    assert [row for row in rows if row not in reports] == []
-
-
-def rows_of_variants(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what each seed of a rule gains on Muon, by the rule's name on the page."""
-    finals: dict[str, dict[float, dict[int, float]]] = {}
-    for record in runs:
-        by_rate = finals.setdefault(record["rule"], {})
-        by_rate.setdefault(record["multiple"], {})[record["seed"]] = record["validation"][-1][1]
-    best = {rule: min(by_rate.items(), key=lambda item: item[1][0]) for rule, by_rate in finals.items()}
-    named = {"adamw": "AdamW", "per head": "a matrix for each head", "cautious": "cautious decay"}
-    named["scion head"] = "Scion's head"
-    (_, muon), rows = best.pop("muon"), {}
-    for rule, (_, losses) in best.items():
-        gains = (f"{muon[seed] - loss:.{2 if rule == 'adamw' else 3}f}" for seed, loss in losses.items())
-        rows[named.get(rule, f"`{rule}`")] = ", ".join(gains).replace("-", "−")
-    return rows
 
 
 def module_of_ways() -> types.ModuleType:
@@ -935,20 +866,3 @@ def test_pictures_are_small() -> None:
     pictures = [*(ROOT / "docs" / "images").glob("*.*")]
     assert len(pictures) >= 5
     assert {picture.name: size for picture in pictures if (size := picture.stat().st_size) > 150_000} == {}
-
-
-def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() -> None:
-    matrices = json.loads((ROOT / "benchmarks/results/stress.json").read_text())["matrices"]
-    page = (ROOT / "benchmarks/reports/hostile-matrices.md").read_text()
-    rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", page, re.MULTILINE))
-    assert rows.keys() == matrices[0].keys() - {"input"}
-    for name, row in rows.items():
-        figures = {
-            key: [matrix[name][key] for matrix in matrices if key in matrix[name]]
-            for key in ("largest", "own", "polar")
-        }
-        expected = [max(figures["largest"])]
-        for key in ("own", "polar"):
-            expected += [max(figures[key]), statistics.median(figures[key])] if figures[key] else []
-        numbers = [float(number) for number in re.findall(r"(?<![\w/])\d*\.\d+", row)]
-        assert numbers == [pytest.approx(number, abs=0.00051) for number in expected], name

@@ -307,7 +307,7 @@ class Model:
         seed: Of the values.
     """
 
-    held_on_rank: tuple[Placed, ...]
+    placed: tuple[Placed, ...]
     declared: tuple[bool, ...]
     gradients: tuple[tuple[str, ...], ...]
     drops_zeros: bool

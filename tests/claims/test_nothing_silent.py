@@ -443,11 +443,11 @@ def test_what_is_said_through_a_copying_wrapper_reaches_the_optimizer() -> None:
 # ------------------------------------------------------------------ parameters that learn nothing
 
 
-def frozen_and_not() -> nn.Sequential:
+def frozen_and_not() -> tuple[nn.Sequential, mm.Muon]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2))
     model[1].requires_grad_(False)
-    return model
+    return model, mm.from_model(model, lr=1e-3)
 
 
 def warnings_of_steps(optimizer: mm.Muon, model: nn.Module, count: int, unused: tuple[str, ...] = ()) -> list[str]:
@@ -462,8 +462,7 @@ def warnings_of_steps(optimizer: mm.Muon, model: nn.Module, count: int, unused: 
 
 
 def test_a_parameter_without_gradient_for_many_steps_is_told_once_by_name() -> None:
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     assert warnings_of_steps(optimizer, model, 99, unused=("0.weight", "2.bias")) == []
     (message,) = warnings_of_steps(optimizer, model, 150, unused=("0.weight", "2.bias"))
     assert message.startswith("0.weight, 2.bias had no gradient in the last 100 steps")
@@ -472,8 +471,7 @@ def test_a_parameter_without_gradient_for_many_steps_is_told_once_by_name() -> N
 
 
 def test_a_parameter_that_is_used_now_and_then_is_not_told() -> None:
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     for _ in range(3):
         assert warnings_of_steps(optimizer, model, 90, unused=("0.weight",)) == []
         assert warnings_of_steps(optimizer, model, 1) == []
@@ -481,8 +479,7 @@ def test_a_parameter_that_is_used_now_and_then_is_not_told() -> None:
 
 def test_an_optimizer_of_which_nothing_trains_says_so() -> None:
     """TRL with peft_config= and an optimizer made of the model before: it holds frozen weights alone."""
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     (message,) = warnings_of_steps(optimizer, model, 120, unused=tuple(dict(model.named_parameters())))
     assert "0.weight" in message
     assert "nothing else had one either" in message
@@ -490,8 +487,7 @@ def test_an_optimizer_of_which_nothing_trains_says_so() -> None:
 
 def test_an_optimizer_that_holds_frozen_weights_alone_is_an_error_at_its_first_step() -> None:
     """As PEFT leaves the one that was made of the model before it had adapters."""
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     model.requires_grad_(False)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(mm.LayoutError, match=r"0.weight, .* and 1 more: All parameters .* frozen.* has its adapters"):
@@ -503,8 +499,7 @@ def test_an_optimizer_that_holds_frozen_weights_alone_is_an_error_at_its_first_s
 
 
 def test_a_parameter_unfrozen_after_the_split_is_told_with_what_to_write() -> None:
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     assert warnings_of_steps(optimizer, model, 120) == []
     model[1].requires_grad_(True)
     (message,) = warnings_of_steps(optimizer, model, 300)
@@ -513,8 +508,7 @@ def test_a_parameter_unfrozen_after_the_split_is_told_with_what_to_write() -> No
 
 
 def test_a_parameter_unfrozen_and_added_is_not_told() -> None:
-    model = frozen_and_not()
-    optimizer = mm.from_model(model, lr=1e-3)
+    model, optimizer = frozen_and_not()
     model[1].requires_grad_(True)
     optimizer.add_param_group({"params": [("1.weight", model[1].weight)], "algorithm": "muon"})
     (message,) = warnings_of_steps(optimizer, model, 300)
@@ -528,4 +522,4 @@ def test_no_matrices_at_all_is_told_at_construction() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.from_model(model, overrides={".*": "adamw"})  # who says so knows it
-        pickle.loads(pickle.dumps(mm.split_params(frozen_and_not())))
+        pickle.loads(pickle.dumps(mm.split_params(frozen_and_not()[0])))

@@ -10,7 +10,6 @@ import inspect
 import re
 import subprocess
 import sys
-import typing
 import warnings
 import weakref
 from pathlib import Path
@@ -22,16 +21,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim.optimizer import ParamsT
 
 import muonmesh as mm
-from muonmesh.comm.exchange import Exchange
 from muonmesh.settings import SETTINGS
 from tests.support import layouts, problem
 from tests.support.tensors import random
 
 ROOT = Path(__file__).parents[2]
-MODES = typing.get_args(typing.get_type_hints(mm.update_scale)["mode"])
 
 
 @pytest.mark.parametrize(("page", "least"), [("how-we-know.md", 60), ("internals/hosts-decide-by.md", 36)])
@@ -60,22 +56,6 @@ def test_every_argument_is_described(public: Any) -> None:
         arguments = arguments - SETTINGS.keys() | {"settings"}
         assert "`Muon`" in described[1]
     assert entries == arguments
-
-
-def test_parameters_are_taken_as_torch_takes_them() -> None:
-    annotated = typing.get_type_hints(mm.Muon.__init__)["params"]
-    assert set(typing.get_args(annotated)) == set(typing.get_args(ParamsT))
-    layer = nn.Linear(6, 4, bias=False)
-    for params in (
-        [layer.weight],
-        layer.parameters(),  # gone after one pass
-        layer.named_parameters(),
-        [{"params": layer.parameters()}],
-        ({"params": layer.named_parameters()} for _ in range(1)),
-    ):
-        (group,) = mm.Muon(params).param_groups
-        assert group["params"][0] is layer.weight
-        assert len(group["param_names"]) == 1
 
 
 def test_a_usual_step_warns_of_nothing_and_returns_nothing() -> None:
@@ -157,15 +137,6 @@ def test_no_epsilon_is_asked_for_and_nothing_is_divided_by_zero() -> None:
         assert not torch.equal(weight, start)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
-def test_an_empty_dim_is_refused_in_every_scale_mode(shape: tuple[int, int], mode: Any) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        mm.update_scale(*shape, mode)
-    with pytest.raises(ValueError, match=r"w: .*at least 1"):
-        mm.Muon([("w", nn.Parameter(torch.zeros(shape)))], scale_mode=mode)
-
-
 # ------------------------------------------------------------------ clipping
 
 
@@ -183,28 +154,6 @@ def test_no_policy_crushes_a_matrix_below_a_floor(policy: Any) -> None:
     optimizer.clip_grad_norm_(1e-3, policy=policy)
     optimizer.step()
     assert 0.9 < torch.linalg.svdvals(matrix.detach().double()).mean() < 1.1
-
-
-def test_the_norm_of_the_matrices_clips_nothing_of_adamw() -> None:
-    """AdamW's half would be crushed below its own epsilon by a norm that is not its own."""
-    matrix, vector, optimizer = matrix_and_vector()
-    matrix.grad, vector.grad = random(24, 40) * 1e11, torch.full((5,), 0.1)
-    norms = optimizer.clip_grad_norm_(1.0)
-    assert torch.equal(vector.grad, torch.full((5,), 0.1))
-    assert float(norms) == pytest.approx(float(random(24, 40).double().norm()) * 1e11, rel=1e-6)  # told nevertheless
-
-
-def test_what_is_not_clipped_is_not_measured_if_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[int] = []
-    reduce_sums = Exchange.reduce_sums
-    monkeypatch.setattr(Exchange, "reduce_sums", lambda self, x: (sums.append(x.numel()), reduce_sums(self, x))[1])
-    matrix = nn.Parameter(torch.zeros(24, 40))
-    optimizer = mm.Muon([matrix])
-    matrix.grad = random(24, 40)
-    optimizer.clip_grad_norm_(1.0, norms=False)
-    assert sums == []  # a Muon-only optimizer has nothing to clip
-    optimizer.clip_grad_norm_(1.0)
-    assert len(sums) == 1
 
 
 # ------------------------------------------------------------------ on ranks

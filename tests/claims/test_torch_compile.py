@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,81 +27,49 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 4))
 
 
-def uncompiled(net: nn.Module, optimizer: mm.Muon) -> Step:
-    def step(x: Tensor) -> Any:
+def stepping(net: nn.Module, optimizer: mm.Muon, compiled: str = "") -> Step:
+    """Return what takes a step with an input, of which one part is compiled."""
+
+    def part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend="aot_eager") if name in compiled else function
+
+    clip = part("clipping", lambda: optimizer.clip_grad_norm_(0.5))
+    take = part("step", optimizer.step)
+
+    @functools.partial(part, "end")
+    def end() -> None:
+        clip()
+        take()
         optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.clip_grad_norm_(0.5)
-        return optimizer.step()
-
-    return step
-
-
-def only_step(net: nn.Module, optimizer: mm.Muon) -> Step:
-    compiled = torch.compile(optimizer.step, backend="aot_eager")
-
-    def step(x: Tensor) -> Any:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.clip_grad_norm_(0.5)
-        return compiled()
-
-    return step
-
-
-def with_closure(net: nn.Module, optimizer: mm.Muon) -> Step:
-    compiled = torch.compile(optimizer.step, backend="aot_eager")
 
     def step(x: Tensor) -> Any:
         def closure() -> Tensor:
-            optimizer.zero_grad()
             loss: Tensor = net(x).square().mean()
             loss.backward()
-            optimizer.clip_grad_norm_(0.5)
+            clip()
             return loss
 
-        return compiled(closure)
+        if "closure" in compiled:
+            take(closure)
+            optimizer.zero_grad()
+        else:
+            net(x).square().mean().backward()
+            end()
 
     return step
 
 
-def compiled_clipping(net: nn.Module, optimizer: mm.Muon) -> Step:
-    clip = torch.compile(lambda: optimizer.clip_grad_norm_(0.5), backend="aot_eager")
-
-    def step(x: Tensor) -> Any:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        clip()
-        return optimizer.step()
-
-    return step
-
-
-def around_backward(net: nn.Module, optimizer: mm.Muon) -> Step:
-    @torch.compile(backend="aot_eager")
-    def finish() -> None:
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def step(x: Tensor) -> Any:
-        net(x).square().mean().backward()
-        finish()
-
-    return step
-
-
-@pytest.mark.parametrize("how", [only_step, with_closure, compiled_clipping, around_backward])
+@pytest.mark.parametrize("compiled", ["step", "step with a closure", "clipping", "end"])
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, dtype=torch.float64)], ids=["number", "tensor"])
-def test_three_compiled_steps_are_those_of_an_uncompiled_optimizer(how: Any, lr: Any) -> None:
+def test_three_compiled_steps_are_those_of_an_uncompiled_optimizer(compiled: str, lr: Any) -> None:
     net = layers()
     twin = copy.deepcopy(net)
     optimizer, other = mm.from_model(net, lr=lr), mm.from_model(twin, lr=lr)
-    plain, compiled = uncompiled(net, optimizer), how(twin, other)
+    plain, compiled_step = stepping(net, optimizer), stepping(twin, other, compiled)
     for number in range(3):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(number))
         plain(x)
-        compiled(x)
+        compiled_step(x)
         for a, b in zip(net.parameters(), twin.parameters(), strict=True):
             assert torch.equal(a, b)
             for key, value in optimizer.state[a].items():

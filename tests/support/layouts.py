@@ -19,7 +19,6 @@ from muonmesh.comm.placing import placements_of
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout
 from muonmesh.step.connection import placed_members
 from tests.support import gathered
-from tests.support.problem import groups_of
 
 # name: (mesh, placements of a matrix by its number of dims); a dim that is not there is dim 0
 S, R = Shard, Replicate()
@@ -93,6 +92,20 @@ def elements(local: Tensor, layout: Any) -> tuple[Tensor, Tensor]:
     return torch.cat(numbers), torch.cat(stored)
 
 
+def _groups(tensors: dict[str, Tensor], parameters: dict[str, tuple[tuple[int, ...], Any]]) -> list[dict[str, Any]]:
+    muon: dict[str, Any] = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
+    adamw: dict[str, Any] = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": []}
+    adamw["weight_decay"] = 0.05
+    for name, tensor in tensors.items():
+        spec = parameters[name][1]
+        group = adamw if spec == "adamw" else muon
+        group["params"].append(tensor)
+        group["param_names"].append(name)
+        if spec != "adamw":
+            group["matrices"].append(spec)
+    return [group for group in (muon, adamw) if group["params"]]
+
+
 def dtensors(
     parameters: dict[str, tuple[tuple[int, ...], Any]],
     values: dict[str, Tensor],
@@ -120,7 +133,7 @@ def dtensors(
             tensors_and_state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
         return gathered.whole(tensors_and_state)
 
-    return Held(groups_of(tensors, parameters), {}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))
 
 
 def declared(
@@ -150,7 +163,7 @@ def declared(
             state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
         return {**gathered.join(parts, {name: layouts[name].shape for name in parts}), **gathered.whole(state)}
 
-    return Held(groups_of(tensors, parameters), {"layouts": declared_layouts}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {"layouts": declared_layouts}, give, whole, dict(tensors))
 
 
 def flat(

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.support import gathered
-from tests.support.layouts import Held
+from tests.support.layouts import Held, _groups
 from tests.support.meshes import mesh_of
-from tests.support.problem import groups_of
 
 R = Replicate()
 
@@ -205,4 +204,4 @@ def held_by(make: Making, parameters: dict[str, tuple[tuple[int, ...], Any]], va
                     parts[called], shapes[called] = (numbers, local.flatten()), values[name].shape
         return {**gathered.join(parts, shapes), **rest}
 
-    return Held(groups_of(tensors, parameters), {}, give, whole, dict(tensors))
+    return Held(_groups(tensors, parameters), {}, give, whole, dict(tensors))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from tests.support import gathered
+from tests.support import gathered, layouts
 from tests.support.meshes import mesh_of
 from tests.support.reference import split
 
@@ -93,22 +93,7 @@ class Bag(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    return groups_of(dict(model.named_parameters()), PARAMETERS)
-
-
-def groups_of(tensors: dict[str, Tensor], parameters: dict[str, tuple[tuple[int, ...], Any]]) -> list[dict[str, Any]]:
-    """Return the groups of tensors by name, as ``parameters`` has their matrices."""
-    muon: dict[str, Any] = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
-    adamw: dict[str, Any] = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": []}
-    adamw["weight_decay"] = 0.05
-    for name, tensor in tensors.items():
-        spec = parameters[name][1]
-        group = adamw if spec == "adamw" else muon
-        group["params"].append(tensor)
-        group["param_names"].append(name)
-        if spec != "adamw":
-            group["matrices"].append(spec)
-    return [group for group in (muon, adamw) if group["params"]]
+    return layouts._groups(dict(model.named_parameters()), PARAMETERS)
 
 
 def matrices() -> list[Tensor]:
