@@ -41,7 +41,7 @@ class Source:
     groups: Sequence[dict[str, Any]] | None = None
 
     def groups_of(self, tensors: Values) -> list[dict[str, Any]]:
-        groups = problem.groups_of(tensors, self.parameters) if self.groups is None else self.groups
+        groups = layouts._groups(tensors, self.parameters) if self.groups is None else self.groups
         return [{**group, "params": [tensors[name] for name in group["param_names"]]} for group in groups]
 
 

@@ -186,7 +186,7 @@ def flat(
     tensors: dict[str, Tensor] = {}
     contents: dict[str, list[FlatParameter]] = {}
     flat_groups = []
-    for group in groups_of(values, parameters) if groups is None else groups:
+    for group in _groups(values, parameters) if groups is None else groups:
         buffer = group["name"]
         contents[buffer] = _cut_flat(parameters, group["param_names"], data, tensor_parallel, padding, generator)
         size = contents[buffer][0].layout.sizes[rank]
