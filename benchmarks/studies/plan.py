@@ -153,7 +153,7 @@ class Figures:
         seconds: Of one rank.
         megabytes: Peak of its Python objects (10⁶ bytes).
         rank: For which routes and holdings were derived.
-        legs: Pieces that this rank sends, receives or keeps, there and back.
+        pieces: Pieces that this rank sends, receives or keeps, there and back.
         matrices, per_rank, buckets: Of the whole plan; matrices per rank are the mean.
         imbalance, least_imbalance, at_home: See the functions of these names.
     """
@@ -161,7 +161,7 @@ class Figures:
     seconds: float
     megabytes: float
     rank: int
-    legs: int
+    pieces: int
     ranks: int
     matrices: int
     per_rank: float
@@ -203,7 +203,7 @@ def measure(name: str, rank: int | None, traced: bool) -> Figures:
         seconds,
         megabytes,
         rank,
-        sum(len(legs) for route in routes for peers in (route.stored, route.assembled) for legs in peers.values()),
+        sum(len(rows) for route in routes for peers in (route.stored, route.assembled) for rows in peers.values()),
         len(plan.ranks),
         len(plan.assignments),
         len(plan.assignments) / len(plan.ranks),

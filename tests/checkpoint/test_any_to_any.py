@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
-import random
-import shutil
-import signal
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Placement, Shard
+from torch import Tensor
 
 import muonmesh as mm
-import tests.support.workers  # noqa: F401 - says what the process that ranks are copies of imports
-from muonmesh.comm.storage import local_of
-from muonmesh.integrations import fsdp1
-from muonmesh.step.connection import placed_members
-from tests.support import gathered, layouts, problem
-from tests.support.in_copies import work_in_copies
-from tests.support.layouts import R, S, strided
-from tests.support.meshes import machines, mesh_of
+from tests.support import cases, problem
+from tests.support.cases import LAYOUTS, Case, Source
 
 # Split into rows, interleaved, stored in × out, stacked; tall and wide, smaller than the ranks, uneven; AdamW's half.
 NAMES = ("few", "qkv", "neox", "conv1d", "expert_gate_up", "embedding", "bias")
@@ -47,210 +27,38 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass
-class Case:
-    """A model and its optimizer on this rank.
-
-    Attributes:
-        give: Sets all gradients from whole ones.
-        whole: Returns parameters and state, whole, by name.
-    """
-
-    model: nn.Module
-    optimizer: mm.Muon
-    give: Callable[[dict[str, Tensor | None]], None]
-    whole: Callable[[], dict[str, Tensor]]
-
-    def advance(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            gradients = problem.gradients(step % 5)  # which grow tenfold from one to the next
-            self.give({name: gradients[name] for name in NAMES})
-            self.optimizer.clip_grad_norm_(1e30, policy="separate", skip_above="1e9x")  # counts norms, skips nothing
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def values_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def values_of(seed: int) -> dict[str, Tensor]:
     values = problem.initial(seed)
-    return {name: values[name].to(dtype) for name in NAMES}
+    return {name: values[name] for name in NAMES}
 
 
-def optimizer_of(
-    groups: list[dict[str, Any]], rule: str = "muon", *, in_copies: bool = False, **settings: Any
-) -> mm.Muon:
-    """An optimizer; ``in_copies`` works on its state as on that of the host (`test_offload.py`)."""
-    for group in groups:
-        if group["algorithm"] == "muon":
-            group.update(RULES[rule])
-    optimizer = mm.Muon(groups, **settings)
-    if in_copies:
-        work_in_copies(optimizer)
-    return optimizer
+SOURCE = Source(PARAMETERS, values_of)
 
 
-def of_model(layout: str, seed: int, dtype: torch.dtype = torch.float32, machine: int = 0, **settings: Any) -> Case:
-    model, group = problem.hold(layout, values_of(seed, dtype))
-    with machines(machine) if machine else nullcontext():
-        optimizer = optimizer_of(problem.groups(model), process_group=group, **settings)
-
-    def give(gradients: dict[str, Tensor | None]) -> None:
-        for name, gradient in gradients.items():
-            parameter = model.get_parameter(name)
-            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
-
-    return Case(model, optimizer, give, lambda: problem.result(model, optimizer))
+def build(layout: str, seed: int = 0, *, rule: str = "muon", **settings: Any) -> Case:
+    settings_of_problem = {**problem.SETTINGS, "compute_dtype": torch.float32, **settings}
+    return cases.build(layout, SOURCE, seed, muon=RULES[rule], **settings_of_problem)
 
 
-def of_held(layout: layouts.Held, **settings: Any) -> Case:
-    optimizer = optimizer_of(layout.groups, **layout.settings, **settings)
-    model = nn.Module()
-    for name, tensor in layout.tensors.items():
-        model.register_parameter(name, tensor)  # type: ignore[arg-type]
-    return Case(model, optimizer, layout.give, lambda: layout.whole(optimizer))
-
-
-def on_mesh(
-    hold: Any, sizes: tuple[int, ...], placements_for: Callable[[str, int], list[Placement]], values: dict[str, Tensor]
-) -> layouts.Held:
-    def placements(name: str, shape: tuple[int, ...]) -> Sequence[Placement]:
-        return placements_for(name, len(shape))
-
-    layout: layouts.Held = hold(PARAMETERS, values, mesh_of(sizes), placements)
-    return layout
-
-
-def alternating(name: str, dims: int) -> list[Placement]:
-    """As tensor parallelism cuts: one weight by rows, the next by columns."""
-    return [Shard(NAMES.index(name) % 2 % dims)]
-
-
-def strided_rows(name: str, dims: int) -> list[Placement]:
-    """FSDP2 over tensor parallelism, by rows and by columns."""
-    return [strided(0, 2), S(0)] if NAMES.index(name) % 2 else [S(0), S(dims - 1)]
-
-
-def experts(name: str, dims: int) -> list[Placement]:
-    return [S(0), S(1)] if dims == 3 else [R, R]
-
-
-def whole_of(optimizer: mm.Muon) -> dict[str, Tensor]:
-    """Parameters and state, whole, by name, wherever they live."""
-    parts, shapes, counts = {}, {}, {}
-    for member in placed_members(optimizer):
-        for key, value in {"": member.tensor, **optimizer.state[member.tensor]}.items():
-            layout = member.state_layouts.get(key, member).storage.layout
-            name = f"{member.name}.{key}" if key else member.name
-            if key == "step":
-                counts[name] = value.clone()
-            else:
-                parts[name], shapes[name] = layouts.elements(local_of(value).detach().clone(), layout), layout.shape
-    return {**gathered.join(parts, shapes), **counts}
-
-
-def to_owners(*, sharded: bool = False) -> Make:
-    """Replicas that add gradients up at owners, plain or of FSDP2's shards; each gradient is one replica's, times R."""
-
-    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
-        model, group = problem.Bag(values_of(seed, dtype)), dist.group.WORLD
-        if sharded:
-            mesh = mesh_of((2, dist.get_world_size() // 2), names=("replicate", "shard"))
-            fully_shard(model, mesh=mesh["shard"])
-            group = mesh["replicate"].get_group()
-        groups = problem.groups(model)
-        optimizer = optimizer_of(groups, process_group=group, gradients="to_owners", memory_budget_mb=0.064, **settings)
-        replica, copies = dist.get_rank(group), dist.get_world_size(group)
-
-        def give(gradients: dict[str, Tensor | None]) -> None:
-            for number, (name, gradient) in enumerate(gradients.items()):
-                parameter = model.get_parameter(name)
-                parameter.grad = None
-                if gradient is not None and number % copies == replica:
-                    parameter.grad = problem.placed_like(parameter, gradient * copies)  # copies are a power of 2
-
-        return Case(model, optimizer, give, lambda: whole_of(optimizer))
-
-    return make
-
-
-def of_fsdp1(seed: int, **settings: Any) -> Case:
-    model = problem.Bag(values_of(seed))
-    groups = problem.groups(model)
-    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    declared: Any = fsdp1.declared_layouts(wrapped)
-    optimizer = optimizer_of(groups, layouts=declared, **settings)
-    parameters = dict(zip(declared, (p for p in wrapped.parameters()), strict=True))
-
-    def give(gradients: dict[str, Tensor | None]) -> None:
-        for name, gradient in gradients.items():
-            assert gradient is not None
-            parameters[name].grad = layouts.cut(gradient, declared[name], dist.get_rank())
-
-    return Case(wrapped, optimizer, give, lambda: whole_of(optimizer))
-
-
-Make = Callable[..., Case]
-
-
-def model_in(layout: str, **settings: Any) -> Make:
-    return functools.partial(of_model, layout, **settings)
-
-
-def held_on(hold: Any, sizes: tuple[int, ...], placements_for: Callable[[str, int], list[Placement]]) -> Make:
-    def make(seed: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
-        return of_held(on_mesh(hold, sizes, placements_for, values_of(seed, dtype)), **settings)
-
-    return make
-
-
-def flat(tensor_parallel: int = 1) -> Make:
-    def make(seed: int, **settings: Any) -> Case:
-        layout = layouts.flat(PARAMETERS, values_of(seed), tensor_parallel=tensor_parallel, seed=tensor_parallel)
-        return of_held(layout, **settings)
-
-    return make
-
-
-# name: (ranks, how it is made). The order is that in which `make test` goes round.
-LAYOUTS: dict[str, tuple[int, Make]] = {
-    "one process": (1, model_in("local")),
-    "ddp 2": (2, model_in("ddp")),
-    "fsdp 4": (4, model_in("fsdp")),
-    "shard 1 on 2": (2, model_in("shard1")),
-    "hsdp": (4, model_in("hsdp")),
-    "tp 2": (2, held_on(layouts.dtensors, (2,), alternating)),
-    "fsdp over tp": (4, held_on(layouts.dtensors, (2, 2), strided_rows)),
-    "flat 2": (2, flat()),
-    "experts": (4, held_on(layouts.dtensors, (2, 2), experts)),
-    "declared 2": (2, held_on(layouts.declared, (2,), alternating)),
-    "flat over tp": (4, flat(2)),
-    "fsdp 2": (2, model_in("fsdp")),
-    "hsdp, shared state": (4, model_in("hsdp", shard_state=True)),
-    "ddp 4": (4, model_in("ddp")),
-    "declared over tp": (4, held_on(layouts.declared, (2, 2), strided_rows)),
-    "fsdp1": (2, of_fsdp1),
-    "ddp, shared state": (4, model_in("ddp", shard_state=True)),
-    "shard 0 on 2": (2, model_in("shard0")),
-    "ddp 4 to owners": (4, to_owners()),
-    "ddp 2 to owners": (2, to_owners()),
-    "hsdp to owners": (4, to_owners(sharded=True)),
-    "ddp on two machines": (4, model_in("ddp", machine=2)),
-}
-
-
-def build(layout: str, seed: int = 0, **settings: Any) -> Case:
-    return LAYOUTS[layout][1](seed, **{**problem.SETTINGS, "compute_dtype": torch.float32, **settings})
+def advance(case: Case, first: int, last: int) -> None:
+    for step in range(first, last):
+        gradients = problem.gradients(step % 5)  # which grow tenfold from one to the next
+        case.give({name: gradients[name] for name in NAMES})
+        case.optimizer.clip_grad_norm_(1e30, policy="separate", skip_above="1e9x")  # counts norms, skips nothing
+        case.optimizer.step()
+    case.optimizer.zero_grad()
 
 
 def save(layout: str, path: str, settings: dict[str, Any]) -> None:
     case = build(layout, **settings)
-    case.advance(0, FIRST)
+    advance(case, 0, FIRST)
     mm.checkpoint.save(path, case.model, case.optimizer)
 
 
 def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     case = build(layout, seed=7, **settings)  # other weights than those that were saved
     mm.checkpoint.load(path, case.model, case.optimizer)
-    case.advance(FIRST, LAST)
+    advance(case, FIRST, LAST)
     case.optimizer.finish()
     assert {group["norm_means"][1] for group in case.optimizer.param_groups} == {(LAST, LAST, LAST)}
     return case.whole()
@@ -259,7 +67,7 @@ def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
 @functools.cache
 def uninterrupted(**settings: Any) -> dict[str, Tensor]:
     case = build("one process", **settings)
-    case.advance(0, LAST)
+    advance(case, 0, LAST)
     return case.whole()
 
 
@@ -293,7 +101,7 @@ def go_on(layout: str, step: int, before: str, after: str) -> dict[str, Tensor]:
     """Load what another layout saved, take a step, and save."""
     case = build(layout, seed=7)
     mm.checkpoint.load(before, case.model, case.optimizer)
-    case.advance(step, step + 1)
+    advance(case, step, step + 1)
     mm.checkpoint.save(after, case.model, case.optimizer)
     return case.whole()
 
@@ -303,9 +111,9 @@ def test_a_training_moves_through_all_layouts_and_back(workers, saved, tmp_path:
     first, *others = LAYOUTS
     path = saved(first)
     alone = build(first)
-    alone.advance(0, FIRST)
+    advance(alone, 0, FIRST)
     for step, layout in enumerate([*others, first], FIRST):
-        alone.advance(step, step + 1)
+        advance(alone, step, step + 1)
         after = tmp_path / str(step)
         for result in workers(LAYOUTS[layout][0]).run(go_on, layout, step, str(path), str(after)):
             assert (layout, problem.differing(result, alone.whole())) == (layout, [])
@@ -387,108 +195,6 @@ def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
     local_case = build("one process", seed=7)
     mm.checkpoint.load(path, local_case.model, local_case.optimizer)
     trained = build("one process", **settings)
-    trained.advance(0, FIRST)
+    advance(trained, 0, FIRST)
     whole, loaded = trained.whole(), local_case.whole()
     return [name for name in NAMES if not torch.equal(loaded[name], whole[f"{name}.master"])]
-
-
-# ------------------------------------------------------------------ killed at random moments
-
-# One training goes through these, one after the other and again.
-ORDER = (
-    "ddp 4 to owners",
-    "one process",
-    "hsdp to owners",
-    "fsdp 2",
-    "ddp on two machines",
-    "ddp 2 to owners",
-    "hsdp to owners",
-    "fsdp 4",
-)
-KEPT = 3  # checkpoints
-
-
-def newest(folder: Path) -> int:
-    """The last step of which there is a whole checkpoint."""
-    return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
-
-
-def trained(folder: str, layout: str, last: int, rank: int, port: int) -> None:
-    """What each rank does: go on from the newest checkpoint, and save after every step."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    ranks, checkpoints = LAYOUTS[layout][0], Path(folder)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    first = newest(checkpoints)
-    case = build(layout, seed=7 if first else 0)
-    if first:
-        mm.checkpoint.load(checkpoints / str(first), case.model, case.optimizer)
-    dist.barrier()  # none saves before all have looked
-    for step in range(first, last):
-        case.advance(step, step + 1)
-        mm.checkpoint.save(checkpoints / str(step + 1), case.model, case.optimizer)
-        if rank == 0 and step >= KEPT:
-            shutil.rmtree(checkpoints / str(step + 1 - KEPT))
-    os._exit(0)
-
-
-def started(folder: Path, layout: str, last: int) -> tuple[list[BaseProcess], dist.TCPStore]:
-    context = multiprocessing.get_context("forkserver")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[BaseProcess] = []
-    for rank in range(LAYOUTS[layout][0]):
-        process = context.Process(target=trained, args=(str(folder), layout, last, rank, store.port), daemon=True)
-        process.start()
-        processes.append(process)
-    return processes, store
-
-
-def ended(processes: list[BaseProcess]) -> None:
-    """As torchrun does once a rank is gone."""
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def killed_run(folder: Path, *, kills: int, seed: int, seconds: float) -> tuple[Counter[str], int]:
-    """Kill a random rank at a random moment, again and again; how often which layout was, and the steps there are."""
-    chance, counted, until = random.Random(seed), Counter[str](), time.monotonic() + seconds
-    far, starts = 10**6, 0
-    while sum(counted.values()) < kills and time.monotonic() < until:
-        layout, before = ORDER[starts % len(ORDER)], newest(folder)
-        processes, store = started(folder, layout, far)
-        starts += 1
-        while newest(folder) < before + 1 and all(process.is_alive() for process in processes):
-            time.sleep(0.002)
-        assert all(process.is_alive() for process in processes), f"{layout}: a rank ended by itself"
-        time.sleep(chance.uniform(0.0, 0.3))
-        victim = chance.choice(processes)
-        assert victim.pid is not None
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.join()
-        if chance.random() < 0.5:  # the others find out by themselves for a while
-            time.sleep(chance.uniform(0.0, 0.3))
-        ended(processes)
-        del store
-        counted[layout] += 1
-    return counted, newest(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_kills_and_other_layouts_change_no_bit(workers, tmp_path: Path) -> None:
-    """Three minutes on two busy cores. Gradients to owners and results passed on between machines are among them."""
-    counted, steps = killed_run(tmp_path, kills=40, seed=0, seconds=400)
-    print(dict(counted), steps)
-    assert sum(counted.values()) >= len(ORDER), "each layout was killed"
-    alone = build("one process")
-    alone.advance(0, steps)
-    for layout in ORDER:
-        for result in workers(LAYOUTS[layout][0]).run(read, layout, str(tmp_path / str(steps))):
-            assert problem.differing(result, alone.whole()) == [], layout
-
-
-def read(layout: str, path: str) -> dict[str, torch.Tensor]:
-    case = build(layout, seed=7)
-    mm.checkpoint.load(path, case.model, case.optimizer)
-    return case.whole()

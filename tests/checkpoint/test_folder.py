@@ -37,7 +37,7 @@ def pool(workers: Callable[[int], Pool]) -> Pool:
     return workers(RANKS)
 
 
-def tensors(factor: float) -> dict[str, Any]:
+def shared_tensors(factor: float) -> dict[str, Any]:
     """One whose rows the ranks share unevenly, one that each has, a number, and one of another dtype."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
@@ -52,12 +52,12 @@ def whole(local_tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def written(path: Path, factor: float = 1.0) -> None:
-    write(path, tensors(factor), SETTINGS)
+    write(path, shared_tensors(factor), SETTINGS)
 
 
 def read_back(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool]:
     """What a rank reads, and whether what it reads into is as it was where that was refused."""
-    read_tensors = tensors(0.0)
+    read_tensors = shared_tensors(0.0)
     try:
         settings = read(path, read_tensors)
     except FileError as error:

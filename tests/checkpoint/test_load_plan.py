@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import muonmesh as mm
-from muonmesh.step.parameters import ReadyParameters
 from tests.support import problem
 
 COVERS = (
@@ -82,7 +81,7 @@ def advance(model: nn.Module, optimizer: mm.Muon, seed: int) -> None:
     optimizer.step()
 
 
-def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+def whole_with_buffers(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     return problem.result(model, optimizer) | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
@@ -103,11 +102,11 @@ def refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> s
     """Load into something that does not fit, and return the message; nothing has changed."""
     model, optimizer = make(seed=5, **how)
     advance(model, optimizer, 2)
-    before = snapshot(model, optimizer)
+    before = whole_with_buffers(model, optimizer)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     with pytest.raises(error) as caught:
         mm.checkpoint.load(path, model, optimizer)
-    assert problem.differing(snapshot(model, optimizer), before) == []
+    assert problem.differing(whole_with_buffers(model, optimizer), before) == []
     assert settings == [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
@@ -117,13 +116,38 @@ def refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> s
 OTHERS = {"qkw.weight": (12, 6), "up.weight": (9, 6), "embed.weight": (7, 4), "norm.bias": (5,), "gate.weight": (3, 3)}
 
 
-def test_names_and_shapes_that_differ_are_told_together_with_the_nearest(saved: Callable[..., Path]) -> None:
-    message = refused(saved(), shapes=OTHERS, specs={"qkw.weight": FUSED["qkv.weight"]})
-    assert "no model.qkw.weight (the nearest is qkv.weight)" in message
-    assert "no model.gate.weight" in message
-    assert "model.qkv.weight, which nothing here has (the nearest is qkw.weight)" in message
-    assert "model.up.weight of shape (9, 5), where (9, 6) is needed" in message
-    assert "load(..., strict=False)" in message
+# How a checkpoint was saved, into what it is loaded, and parts of what is said.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "names and shapes, with the nearest": (
+        {},
+        {"shapes": OTHERS, "specs": {"qkw.weight": FUSED["qkv.weight"]}},
+        (
+            "no model.qkw.weight (the nearest is qkv.weight)",
+            "no model.gate.weight",
+            "model.qkv.weight, which nothing here has (the nearest is qkw.weight)",
+            "model.up.weight of shape (9, 5), where (9, 6) is needed",
+            "load(..., strict=False)",
+        ),
+    ),
+    "numbers of other matrices": (
+        {"algorithm": "normuon"},
+        {"algorithm": "normuon", "specs": {"qkv.weight": ("cols", 3, 3)}},
+        ("qkv.weight: found row_second_moment of matrices ('rows', 4, 4, 4)",),
+    ),
+    "another rule": ({}, {"algorithm": "normuon"}, ("found state of rule 'muon'; needed that of rule 'normuon'",)),
+    "weights that would be rounded": (
+        {},
+        {"dtype": torch.bfloat16},
+        ("model.up.weight in float32, which bfloat16 would round (keep masters: master_dtype=torch.float32)",),
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", REFUSED)
+def test_what_differs_is_told_together(saved: Callable[..., Path], difference: str) -> None:
+    before, after, parts = REFUSED[difference]
+    message = refused(saved(**before), **after)
+    assert [part for part in parts if part not in message] == []
 
 
 def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callable[..., Path]) -> None:
@@ -132,12 +156,12 @@ def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callabl
     del shapes["up.weight"]
     model, optimizer = make(shapes, seed=5)
     advance(model, optimizer, 2)
-    before = snapshot(model, optimizer)
+    before = whole_with_buffers(model, optimizer)
     mm.checkpoint.load(path, model, optimizer, strict=False)
-    after = snapshot(model, optimizer)
+    after = whole_with_buffers(model, optimizer)
     first, its_optimizer = make()
     advance(first, its_optimizer, 1)
-    expected = snapshot(first, its_optimizer)
+    expected = whole_with_buffers(first, its_optimizer)
     for name, value in after.items():
         assert torch.equal(value, (before if name.startswith("gate") else expected)[name]), name
 
@@ -197,24 +221,11 @@ def test_a_matrix_may_be_fused_or_split_if_its_state_means_the_same(saved: Calla
     for parameter, state in its_optimizer.state.items():
         expected.state[parameter] = dict(state)
     advance(other, expected, 3)
-    assert problem.differing(snapshot(model, optimizer), snapshot(other, expected)) == []
+    assert problem.differing(whole_with_buffers(model, optimizer), whole_with_buffers(other, expected)) == []
 
 
-def test_numbers_of_other_matrices_are_refused(saved: Callable[..., Path]) -> None:
-    message = refused(saved(algorithm="normuon"), algorithm="normuon", specs={"qkv.weight": ("cols", 3, 3)})
-    assert "qkv.weight: found row_second_moment of matrices ('rows', 4, 4, 4)" in message
-
-
-def test_another_rule_is_refused(saved: Callable[..., Path]) -> None:
-    assert "found state of rule 'muon'; needed that of rule 'normuon'" in refused(saved(), algorithm="normuon")
-
-
-def test_weights_are_never_rounded_but_masters_take_them(saved: Callable[..., Path]) -> None:
+def test_masters_take_weights_that_would_be_rounded(saved: Callable[..., Path]) -> None:
     path = saved()
-    message = refused(path, dtype=torch.bfloat16)
-    assert (
-        "model.up.weight in float32, which bfloat16 would round (keep masters: master_dtype=torch.float32)" in message
-    )
     model, optimizer = make(seed=5, dtype=torch.bfloat16, master_dtype=torch.float32)
     mm.checkpoint.load(path, model, optimizer)
     first, its_optimizer = make()
@@ -233,42 +244,35 @@ def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Pa
     mm.checkpoint.load(tmp_path / "fresh", model, optimizer)
     for pair in ((model, optimizer), (fresh, untouched)):
         advance(*pair, 3)
-    assert problem.differing(snapshot(model, optimizer), snapshot(fresh, untouched)) == []
+    assert problem.differing(whole_with_buffers(model, optimizer), whole_with_buffers(fresh, untouched)) == []
 
 
-def test_who_goes_on_with_other_products_is_told_once(tmp_path: Path, products: None) -> None:
-    def stepped(kernels: str) -> tuple[nn.Module, mm.Muon]:
-        model = nn.Linear(130, 100, bias=False)
-        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels=kernels)
-        advance(model, optimizer, 1)
-        return model, optimizer
-
-    mm.checkpoint.save(tmp_path / "checkpoint", *stepped("torch"))
-    with pytest.warns(
-        UserWarning,
-        match=r"by the products 'torch, deflated'; needed those .* 'compiled 1, deflated'.* kernels=\"torch\"",
-    ) as caught:
-        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("compiled"))
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mm.checkpoint.load(tmp_path / "checkpoint", *stepped("torch"))
+def stepped(**settings: Any) -> tuple[nn.Module, mm.Muon]:
+    model = nn.Linear(130, 100, bias=False)
+    optimizer = mm.Muon(model.named_parameters(), process_group="local", **{"kernels": "torch", **settings})
+    advance(model, optimizer, 1)
+    return model, optimizer
 
 
-def test_who_goes_on_where_auto_is_another_set_is_told_once(tmp_path: Path) -> None:
-    """In fp32 it is Polar Express, as on a device. A run that named its set goes on with it."""
-
-    def stepped(**settings: Any) -> tuple[nn.Module, mm.Muon]:
-        model = nn.Linear(130, 100, bias=False)
-        optimizer = mm.Muon(model.named_parameters(), process_group="local", kernels="torch", **settings)
-        advance(model, optimizer, 1)
-        return model, optimizer
-
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"kernels": "compiled"},
+            r"by the products 'torch, deflated'; needed those .* 'compiled 1, deflated'.* kernels=\"torch\"",
+        ),
+        # In fp32 "auto" is Polar Express, as on a device.
+        ({"compute_dtype": torch.float32}, r"'torch, deflated'; needed those of this process, 'torch, polar_ex"),
+    ],
+    ids=["products", "coefficients"],
+)
+def test_who_goes_on_with_other_products_is_told_once(
+    tmp_path: Path, products: None, other: dict[str, Any], message: str
+) -> None:
+    """A run that named its set of coefficients goes on with it."""
     mm.checkpoint.save(tmp_path / "auto", *stepped())
-    with pytest.warns(
-        UserWarning, match=r"'torch, deflated'; needed those of this process, 'torch, polar_ex"
-    ) as caught:
-        mm.checkpoint.load(tmp_path / "auto", *stepped(compute_dtype=torch.float32))
+    with pytest.warns(UserWarning, match=message) as caught:
+        mm.checkpoint.load(tmp_path / "auto", *stepped(**other))
     assert len(caught) == 1
     mm.checkpoint.save(tmp_path / "named", *stepped(ns_coefficients="polar_express"))
     model, optimizer = stepped()
@@ -277,40 +281,6 @@ def test_who_goes_on_where_auto_is_another_set_is_told_once(tmp_path: Path) -> N
         mm.checkpoint.load(tmp_path / "named", model, optimizer)
         mm.checkpoint.load(tmp_path / "auto", *stepped())
     assert [group["ns_coefficients"] for group in optimizer.param_groups] == ["polar_express"]
-
-
-def test_momentum_in_int8_is_saved_in_fp32_and_goes_on_alike(tmp_path: Path) -> None:
-    model, optimizer = make(state_dtype="int8")
-    advance(model, optimizer, 1)
-    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
-    other, two = make(seed=5, state_dtype="int8")
-    mm.checkpoint.load(tmp_path / "checkpoint", other, two)
-    for pair in ((model, optimizer), (other, two)):
-        advance(*pair, 2)
-    assert problem.differing(snapshot(model, optimizer), snapshot(other, two)) == []
-
-
-def test_a_step_that_was_interrupted_is_not_saved_until_state_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = make()
-    advance(model, optimizer, 0)
-    mm.checkpoint.save(tmp_path / "whole", model, optimizer)
-    before = snapshot(model, optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(ReadyParameters, "finish", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            advance(model, optimizer, 1)
-    with pytest.raises(mm.StateError, match=r"a step \(number 2 of this plan\) that was interrupted while it wrote"):
-        mm.checkpoint.save(tmp_path / "torn", model, optimizer)
-    assert not (tmp_path / "torn").exists()
-    mm.checkpoint.load(tmp_path / "whole", model, optimizer)
-    assert problem.differing(snapshot(model, optimizer), before) == []
-    mm.checkpoint.save(tmp_path / "torn", model, optimizer)
-
-
-def interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:
@@ -353,15 +323,15 @@ def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -
     do(full)
     model, optimizer = make(seed=5)
     advance(model, optimizer, 2)
-    before = snapshot(model, optimizer)
+    before = whole_with_buffers(model, optimizer)
     if strict or change in ("another shape", "too much"):
         with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
             set_optimizer_state_dict(model, optimizer, full, options=options)
-        assert problem.differing(snapshot(model, optimizer), before) == []
+        assert problem.differing(whole_with_buffers(model, optimizer), before) == []
         return
     set_optimizer_state_dict(model, optimizer, full, options=options)
     unchanged = "up.weight" if change == "missing" else "qkv.weight"
-    after = snapshot(model, optimizer)
+    after = whole_with_buffers(model, optimizer)
     for name, parameter in first.named_parameters():
         for key, value in its_optimizer.state[parameter].items():
             assert torch.equal(after[f"{name}.{key}"], before[f"{name}.{key}"] if name == unchanged else value), name
@@ -399,7 +369,7 @@ def test_extra_state_that_is_none_leaves_no_trace(extra: Any, tmp_path: Path) ->
     other, two, module = with_extra(extra, seed=6)
     mm.checkpoint.load(tmp_path / "checkpoint", other, two)
     assert module.loads == 0
-    assert problem.differing(snapshot(other, two), snapshot(plain, plain_optimizer)) == []
+    assert problem.differing(whole_with_buffers(other, two), whole_with_buffers(plain, plain_optimizer)) == []
 
 
 @pytest.mark.parametrize(
@@ -436,11 +406,11 @@ def fits_on_one_rank(path: str) -> tuple[str, list[str]]:
     advance(model, optimizer, 1)
     mm.checkpoint.save(path, model, optimizer)
     other, two = make({**SHAPES, "embed.weight": (7, 4 + rank)}, seed=5, group="world")
-    before = snapshot(other, two)
+    before = whole_with_buffers(other, two)
     try:
         mm.checkpoint.load(path, other, two)
     except mm.StateError as error:
-        return str(error), problem.differing(snapshot(other, two), before)
+        return str(error), problem.differing(whole_with_buffers(other, two), before)
     return "", []
 
 

@@ -41,7 +41,7 @@ def pool(workers: Callable[[int], Pool]) -> Pool:
     return workers(RANKS)
 
 
-def tensors(factor: float) -> dict[str, Any]:
+def sharded_tensors(factor: float) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = {
         f"model.{name}": distribute_tensor(torch.arange(24.0).view(6, 4) * factor + factor * number, mesh, [Shard(0)])
@@ -51,7 +51,7 @@ def tensors(factor: float) -> dict[str, Any]:
 
 
 def save(folder: Path) -> None:
-    write(folder, tensors(1.0), SETTINGS)
+    write(folder, sharded_tensors(1.0), SETTINGS)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def outcomes(root: Path, name: str, numbers: range) -> list[tuple[int, str, str]]:
     """Of each mutation its number, what it was (on rank 0), and what this rank made of it."""
     names, manifest = FORMATS[name]
-    outside, right, empty = root / "outside", tensors(1.0), tensors(0.0)
+    outside, right, empty = root / "outside", sharded_tensors(1.0), sharded_tensors(0.0)
     results = []
     for number in numbers:
         folder, mutation = root / f"{number}", ""

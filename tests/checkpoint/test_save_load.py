@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from tests.support import layouts, problem
-from tests.support.meshes import mesh_of
+from tests.support import cases, problem
 
 COVERS = (
     "checkpoint.save_load.save",
@@ -33,6 +32,7 @@ COVERS = (
 )
 
 COMPUTE = torch.float32
+WHOLE = cases.Source(problem.PARAMETERS, problem.initial)
 
 
 def build(layout: str) -> tuple[nn.Module, mm.Muon]:
@@ -40,6 +40,10 @@ def build(layout: str) -> tuple[nn.Module, mm.Muon]:
     model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
     settings = {**problem.SETTINGS, "compute_dtype": COMPUTE, "shard_state": layout.endswith("-shared")}
     return model, mm.Muon(problem.groups(model), process_group=group, **settings)
+
+
+def never_stopped() -> dict[str, Tensor]:
+    return problem.alone(4, compute_dtype=COMPUTE)
 
 
 def save(layout: str, path: str, flat: bool) -> None:
@@ -67,41 +71,26 @@ def load(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
     return problem.result(model, optimizer)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "flat"),
     [
-        pytest.param((4, "fsdp"), (2, "fsdp"), id="4-to-2", marks=pytest.mark.soak),
-        pytest.param((2, "fsdp"), (4, "shard1"), id="other-dim"),
-        pytest.param((2, "ddp"), (4, "fsdp"), id="ddp-to-fsdp"),
-        pytest.param((4, "fsdp"), (2, "ddp"), id="fsdp-to-ddp", marks=pytest.mark.soak),
+        *(pytest.param((4, "fsdp"), (2, "fsdp"), flat, marks=pytest.mark.soak) for flat in (False, True)),
+        *((((2, "fsdp"), (4, "shard1"), flat)) for flat in (False, True)),
+        *((((2, "ddp"), (4, "fsdp"), flat)) for flat in (False, True)),
+        *(pytest.param((4, "fsdp"), (2, "ddp"), flat, marks=pytest.mark.soak) for flat in (False, True)),
+        ((4, "ddp-shared"), (2, "ddp"), False),
+        ((2, "fsdp"), (4, "hsdp-shared"), False),
+        ((4, "hsdp-shared"), (2, "ddp-shared"), False),
+        ((4, "rows-cols"), (4, "hsdp"), False),
     ],
 )
 def test_resharding_continues_bit_for_bit(
     workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
 ) -> None:
+    """A state dict nested or flattened."""
     workers(before[0]).run(save, before[1], str(tmp_path), flat)
-    model, optimizer = build("local")
-    problem.advance(model, optimizer, 0, 4)
-    expected = problem.result(model, optimizer)
     for result in workers(after[0]).run(load, after[1], str(tmp_path), flat):
-        assert problem.differing(result, expected) == []
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((4, "ddp-shared"), (2, "ddp")),
-        ((2, "fsdp"), (4, "hsdp-shared")),
-        ((4, "hsdp-shared"), (2, "ddp-shared")),
-        ((4, "rows-cols"), (4, "hsdp")),
-    ],
-    ids=["shared-to-ddp", "fsdp-to-shared-hsdp", "shared-to-shared", "two-dims"],
-)
-def test_resharding_between_meshes_and_shared_momentum(
-    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
-) -> None:
-    test_resharding_continues_bit_for_bit(workers, tmp_path, before, after, flat=False)
+        assert problem.differing(result, never_stopped()) == []
 
 
 def full_state(path: str, layout: str = "fsdp") -> None:
@@ -129,10 +118,7 @@ def broadcast(path: str, layout: str = "fsdp") -> dict[str, Tensor]:
 def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path: Path, layout: str) -> None:
     path = str(tmp_path / "full.pt")
     workers(4).run(full_state, path, layout)
-    model, optimizer = build("local")
-    problem.advance(model, optimizer, 0, 4)
-    expected = problem.result(model, optimizer)
-
+    expected = never_stopped()
     alone, other = build("local")
     weights, state = torch.load(path, weights_only=True)
     set_model_state_dict(alone, weights)
@@ -141,40 +127,6 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
     assert problem.differing(problem.result(alone, other), expected) == []
     for result in workers(2).run(broadcast, path, layout):
         assert problem.differing(result, expected) == []
-
-
-def creates_state() -> list[str]:
-    """`get_optimizer_state_dict` before the first step creates state by stepping; nothing changes, now or later."""
-    results = []
-    for ask in (True, False):
-        model, optimizer = build("fsdp")
-        if ask:
-            state = get_optimizer_state_dict(model, optimizer)
-            assert len(state["state"]) == len(problem.PARAMETERS)
-        problem.advance(model, optimizer, 0, 3)
-        results.append(problem.result(model, optimizer))
-    return problem.differing(*results)
-
-
-def test_asking_for_state_before_the_first_step_changes_nothing(workers) -> None:
-    assert workers(2).run(creates_state) == [[], []]
-
-
-def placements() -> list[bool]:
-    model, optimizer = build("fsdp")
-    problem.advance(model, optimizer, 0, 1)
-    return [
-        value.placements == parameter.placements and value.shape == parameter.shape
-        for parameter in model.parameters()
-        for key, value in optimizer.state[parameter].items()
-        if key != "step"  # of no shape
-    ]
-
-
-def test_state_of_a_dtensor_is_a_dtensor_of_its_shape(workers) -> None:
-    for outcome in workers(4).run(placements):
-        assert len(outcome) > 15
-        assert all(outcome)
 
 
 def wrong_kinds() -> list[str]:
@@ -248,24 +200,17 @@ def save_while_training(layout: str, path: str) -> None:
 def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: Path, layout: str) -> None:
     """Steps write momentum and weights in place; torch copies them before `async_save` returns."""
     workers(2).run(save_while_training, layout, str(tmp_path))
-    model, optimizer = build("local")
-    problem.advance(model, optimizer, 0, 4)
-    expected = problem.result(model, optimizer)
     for result in workers(2).run(load, layout, str(tmp_path), False):
-        assert problem.differing(result, expected) == []
+        assert problem.differing(result, never_stopped()) == []
 
 
 def flat_by_torch() -> str:
-    layout = layouts.flat(problem.PARAMETERS, problem.initial())
-    optimizer = mm.Muon(layout.groups, **layout.settings, **problem.SETTINGS)
-    layout.give(problem.gradients(0))
-    optimizer.step()
-    assert optimizer.state_dict()["state"]  # as this rank stores it, for a file of its own
-    model = nn.Module()
-    for name, tensor in layout.tensors.items():
-        model.register_parameter(name, tensor)  # type: ignore[arg-type]
+    case = cases.build("flat 2", WHOLE, **problem.SETTINGS)
+    case.give(problem.gradients(0))
+    case.optimizer.step()
+    assert case.optimizer.state_dict()["state"]  # as this rank stores it, for a file of its own
     try:
-        get_optimizer_state_dict(model, optimizer)
+        get_optimizer_state_dict(case.model, case.optimizer)
     except mm.StateError as error:
         return str(error)
     return ""
@@ -280,20 +225,16 @@ def declared_by_torch(path: str) -> list[str]:
     """The state of declared shards is made of DTensors, so torch's functions keep all of it."""
     differing = []
     for seed in (0, 7):
-        layout = layouts.declared(problem.PARAMETERS, problem.initial(seed), mesh_of((2,)), lambda _, shape: [Shard(0)])
-        optimizer = mm.Muon(layout.groups, **layout.settings, **problem.SETTINGS)
-        model = nn.Module()
-        for name, tensor in layout.tensors.items():
-            model.register_parameter(name, tensor)  # type: ignore[arg-type]
-        layout.give(problem.gradients(seed))
-        optimizer.step()
-        state = get_optimizer_state_dict(model, optimizer)
+        case = cases.build("declared 2", WHOLE, seed, **problem.SETTINGS)
+        case.give(problem.gradients(seed))
+        case.optimizer.step()
+        state = get_optimizer_state_dict(case.model, case.optimizer)
         if seed:
             dcp.load(state, checkpoint_id=path)
-            set_optimizer_state_dict(model, optimizer, state)
+            set_optimizer_state_dict(case.model, case.optimizer, state)
         else:
             dcp.save(state, checkpoint_id=path)
-        differing.append({name: value for name, value in layout.whole(optimizer).items() if "." in name})
+        differing.append({name: value for name, value in case.whole().items() if "." in name})
     return problem.differing(*differing)
 
 

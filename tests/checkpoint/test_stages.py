@@ -58,7 +58,7 @@ def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None
     optimizer.zero_grad()
 
 
-def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+def stage_snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     """Weights, state and buffers, whole; the ranks of a stage call it together, and no others."""
     tensors: dict[str, Tensor] = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def load(stages: int, path: str, how: str) -> dict[str, Tensor]:
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
     advance(model, optimizer, 2, 4)
-    return snapshot(model, optimizer)
+    return stage_snapshot(model, optimizer)
 
 
 @pytest.mark.parametrize("how", ["ours", "torch's"])
@@ -101,7 +101,7 @@ def test_stages_go_to_one_process_and_back(workers, tmp_path: Path, ranks: int, 
     """On 2 ranks a stage is whole on each; on 4, FSDP2 cuts each in two."""
     model, optimizer = build(1)
     advance(model, optimizer, 0, 4)
-    expected = snapshot(model, optimizer)
+    expected = stage_snapshot(model, optimizer)
 
     workers(ranks).run(save, 2, str(tmp_path / "stages"), how)
     assert problem.differing(load(1, str(tmp_path / "stages"), how), expected) == []
@@ -112,31 +112,3 @@ def test_stages_go_to_one_process_and_back(workers, tmp_path: Path, ranks: int, 
         assert {name for rank_tensors in by_rank for name in rank_tensors} == expected.keys()
         for rank_tensors in by_rank:
             assert problem.differing(rank_tensors, {name: expected[name] for name in rank_tensors}) == []
-
-
-def save_the_first(path: str) -> None:
-    """As if the second had never been saved."""
-    model = problem.Bag({name: problem.initial()[name] for name in NAMES[:AT]})
-    model.register_buffer("everywhere", problem.initial()["row"].clone())
-    model.register_buffer("of_0", problem.initial()["one"].clone())
-    optimizer = mm.Muon(problem.groups(model), process_group="local", compute_dtype=torch.float32, **problem.SETTINGS)
-    advance(model, optimizer, 0, 2)
-    mm.checkpoint.save(path, model, optimizer)
-
-
-def lacks_a_stage(path: str) -> tuple[str, list[str]]:
-    model, optimizer = build(2, seed=7)
-    before = snapshot(model, optimizer)
-    try:
-        mm.checkpoint.load(path, model, optimizer)
-    except mm.StateError as error:
-        return str(error), problem.differing(snapshot(model, optimizer), before)
-    return "", []
-
-
-def test_a_stage_that_is_missing_is_told_on_every_rank(workers, tmp_path: Path) -> None:
-    """The first finds all that it needs, and does not load it either."""
-    save_the_first(str(tmp_path / "first"))
-    for message, changed in workers(2).run(lacks_a_stage, str(tmp_path / "first")):
-        assert "no model.square" in message
-        assert changed == []

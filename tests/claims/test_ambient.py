@@ -49,7 +49,7 @@ def test_every_tensor_is_made_with_its_dtype_and_device() -> None:
     assert not calls
 
 
-def settings(seed: int) -> dict[str, Any]:
+def drawn_settings(seed: int) -> dict[str, Any]:
     """Draw what an optimizer is made with, and how its gradients are clipped."""
     numbers = random.Random(seed)
     compiled = numbers.random() < 0.4
@@ -68,15 +68,15 @@ def settings(seed: int) -> dict[str, Any]:
     }
 
 
-def values(weights: torch.dtype) -> dict[str, Tensor]:
+def values_with_a_large_one(weights: torch.dtype) -> dict[str, Tensor]:
     """The awkward shapes, and one that is large enough for the Gram form and for deflation."""
     large = torch.randn(400, 900, generator=torch.Generator().manual_seed(5))
     return {name: value.to(weights) for name, value in {**initial(), "even": large}.items()}
 
 
-def trained(seed: int, *, hostile: bool) -> dict[str, Any]:
+def trained_in_states(seed: int, *, hostile: bool) -> dict[str, Any]:
     """Three steps, each in a state of its own, with a checkpoint between; everything that can be read afterwards."""
-    chosen = settings(seed)
+    chosen = drawn_settings(seed)
     rule, policy, weights = (chosen.pop(key) for key in ("rule", "policy", "weights"))
     # The order of torch's own sums depends on the number of threads: of fp32 products, and of the norms that clip.
     threads = None if chosen["compute_dtype"] == torch.bfloat16 and policy is None else 1
@@ -92,7 +92,7 @@ def trained(seed: int, *, hostile: bool) -> dict[str, Any]:
         return model, mm.Muon(entries, **{**SETTINGS, **chosen})
 
     with ambient("made"):
-        model, optimizer = model_and_optimizer(values(weights))
+        model, optimizer = model_and_optimizer(values_with_a_large_one(weights))
     figures: dict[str, Any] = {}
     for step in range(3):
         step_gradients = gradients(step + 1)
@@ -119,27 +119,29 @@ def trained(seed: int, *, hostile: bool) -> dict[str, Any]:
     return {**tensors_after, "told": figures}
 
 
-def check(seed: int) -> None:
-    expected, hostile_tensors = trained(seed, hostile=False), trained(seed, hostile=True)
+def check_seed(seed: int) -> None:
+    expected, hostile_tensors = trained_in_states(seed, hostile=False), trained_in_states(seed, hostile=True)
     figures, hostile_figures = expected.pop("told"), hostile_tensors.pop("told")
     assert expected.keys() == hostile_tensors.keys(), seed
     kinds = {name: (value.dtype, value.device) for name, value in expected.items()}
     assert {name: (value.dtype, value.device) for name, value in hostile_tensors.items()} == kinds, seed
-    assert [name for name in expected if not torch.equal(expected[name], hostile_tensors[name])] == [], settings(seed)
+    assert [name for name in expected if not torch.equal(expected[name], hostile_tensors[name])] == [], drawn_settings(
+        seed
+    )
     for step, expected_values in figures.items():
-        assert hostile_figures[step] == pytest.approx(expected_values, rel=1e-12), settings(seed)
+        assert hostile_figures[step] == pytest.approx(expected_values, rel=1e-12), drawn_settings(seed)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_step_under_ambient_state_is_a_step_without(seed: int, products: None) -> None:
-    check(seed)
+    check_seed(seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("block", range(20))
 def test_a_thousand_states(block: int, products: None) -> None:
     for seed in range(1000 + 50 * block, 1000 + 50 * (block + 1)):
-        check(seed)
+        check_seed(seed)
 
 
 @pytest.mark.parametrize("coefficients", ["polar_express", "deflated"])

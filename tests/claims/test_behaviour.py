@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import gc
 import itertools
 import json
 import pickle
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
 from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled, threads
 from muonmesh.step.runtime import Driver
-from tests.support import emulated, gathered, pretended, problem
+from tests.support import emulated, gathered, models, pretended, problem
+from tests.support.problem import SETTINGS, gradients, groups, hold, initial, placed_like
 
 COVERS = (
     "comm.exchange.Exchange",
@@ -45,18 +52,11 @@ def mesh() -> Any:
 
 
 def step_zeroed(layout: str, wait: bool) -> list[str]:
-    results = []
-    for layout_name, waits in ((layout, wait), ("local", True)):
-        model, group = problem.hold(layout_name, problem.initial())
-        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        optimizer._runtime.driver = Driver(waits)
-        for step in range(4):
-            for name, gradient in problem.zeroed(step).items():
-                parameter = model.get_parameter(name)
-                parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
-            optimizer.step()
-        results.append(problem.result(model, optimizer))
-    return problem.differing(*results)
+    def prepare(optimizer: mm.Muon) -> None:
+        optimizer._runtime.driver = Driver(wait)
+
+    *_, last = problem.steps(layout, 4, problem.initial(), problem.zeroed, prepare)
+    return problem.differing(problem.result(*last), problem.alone(4, problem.zeroed))
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["host-waits", "host-does-not-wait"])
@@ -157,127 +157,12 @@ def test_ranks_that_hold_and_own_nothing_take_part(workers) -> None:
 # ------------------------------------------------------------------ mistakes on one rank
 
 
-def mistake(kind: str) -> None:
-    """Make a mistake on rank 1 only, in the second step; every rank must raise and nothing be written."""
-    model, group = problem.hold("ddp" if kind in ("missing", "sparse") else "fsdp", problem.initial())
-    optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-    in_last_flags, kind = kind.startswith("late "), kind.removeprefix("late ")
-    optimizer._runtime.driver = Driver(False if in_last_flags else None)
-    for step in range(2):
-        for name, gradient in problem.gradients(step).items():
-            model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
-        if step == 0:
-            optimizer.step()
-    before, everyone = problem.result(model, optimizer), mesh()  # which torch 2.11 makes with all ranks
-    if dist.get_rank() == 1:
-        parameter = model.get_parameter("embedding" if kind == "sparse" else "even")
-        if kind == "missing":
-            parameter.grad = None
-        elif kind == "sparse":
-            parameter.grad = torch.zeros(parameter.shape).to_sparse()
-        elif kind == "placement":
-            parameter.grad = distribute_tensor(torch.ones(64, 96), everyone, [Shard(1)], src_data_rank=None)
-    try:
+def step_with_another_variant(folder: Path) -> None:
+    with emulated.using(folder):
+        weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
+        optimizer = mm.Muon([weight], lr=0.1, kernels=("compiled", "amx")[dist.get_rank()])
+        weight.grad = torch.zeros_like(weight)
         optimizer.step()
-        if in_last_flags:
-            optimizer.step()  # the flags of the last step have arrived
-    finally:
-        after = problem.result(model, optimizer)
-        untouched = [k for k in before if k in after and "norm" not in k and "bias" not in k and "embedding" not in k]
-        assert all(torch.equal(before[k], after[k]) for k in untouched), "something was written"
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "culprit"),
-    [
-        ("missing", "even: Some of the ranks", "every rank"),
-        ("sparse", "sparse=False", "rank 1"),
-        ("placement", "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements", "rank 1"),
-        (
-            "late placement",
-            "even: found a gradient placed (Shard(dim=1),); needed the parameter's placements",
-            "rank 1",
-        ),
-    ],
-)
-def test_a_mistake_on_one_rank_is_an_error_on_every_rank(workers, kind: str, message: str, culprit: str) -> None:
-    for outcome in workers(2).run_expecting_errors(mistake, kind, timeout=20):
-        assert outcome.error is not None, outcome
-        assert message in outcome.message, outcome.traceback
-        if culprit == "rank 1" and outcome.rank == 0:
-            assert outcome.error is mm.PlanError
-            assert "rank 1:" in outcome.message
-        assert outcome.seconds < 10
-
-
-def recover() -> list[str]:
-    """After an error the optimizer goes on as if the failed step had not been tried."""
-    results = []
-    for wrong in (True, False):
-        model, group = problem.hold("ddp", problem.initial())
-        optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-        for step in range(3):
-            for name, gradient in problem.gradients(step).items():
-                model.get_parameter(name).grad = problem.placed_like(model.get_parameter(name), gradient)
-            if wrong and step == 1:
-                gradient_of_tall = model.get_parameter("tall").grad
-                if dist.get_rank() == 1:
-                    model.get_parameter("tall").grad = None
-                with pytest.raises(mm.PlanError):
-                    optimizer.step()
-                model.get_parameter("tall").grad = gradient_of_tall
-            optimizer.step()
-        results.append(problem.result(model, optimizer))
-    return problem.differing(*results)
-
-
-def test_training_goes_on_after_an_error(workers) -> None:
-    assert workers(2).run(recover) == [[], []]
-
-
-def different_plans(kind: str, folder: Path | None = None) -> None:
-    with nullcontext() if folder is None else emulated.using(folder):
-        step_of_different_plans(kind)
-
-
-def step_of_different_plans(kind: str) -> None:
-    odd, everyone = dist.get_rank() == 1, mesh()
-    shapes = [(8, 6), (6, 4)]
-    if kind == "order" and odd:
-        shapes.reverse()
-    if kind == "count" and odd:
-        shapes.append((4, 4))
-    tensors = [torch.ones(shape) for shape in shapes]
-    params = [
-        (f"w{i}", nn.Parameter(distribute_tensor(t, everyone, [Shard(0)], src_data_rank=None)))
-        for i, t in enumerate(tensors)
-    ]
-    steps = 4 if kind == "settings" and odd else 5
-    products = {"kernels": ("auto", "torch"), "variant": ("compiled", "amx")}.get(kind, ("auto", "auto"))[odd]
-    optimizer = mm.Muon(params, lr=0.1, ns_steps=steps, kernels=products)
-    if kind == "partial" and odd:
-        partial = DTensor.from_local(torch.ones(8, 6), everyone, [Partial()])
-        optimizer.param_groups[0]["params"][0] = partial
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("order", "Rank 0 has 'w0: shape (8, 6)"),
-        ("count", "w2: shape (4, 4)"),
-        ("settings", "4 steps"),
-        ("kernels", "kernels torch"),
-        ("partial", "w0: found placement Partial(sum)"),
-    ],
-)
-def test_plans_that_differ_are_an_error_on_every_rank(workers, kind: str, message: str) -> None:
-    for outcome in workers(2).run_expecting_errors(different_plans, kind, timeout=20):
-        assert outcome.error in (mm.PlanError, mm.LayoutError), outcome
-        assert message in outcome.message, outcome.message
-        assert outcome.seconds < 10
 
 
 def products_of_one_rank(products_asked_for: str, without: int) -> tuple[list[str], list[str]]:
@@ -350,7 +235,7 @@ def test_ranks_on_different_processors_hold_the_same_weights(
 
 
 def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(workers, emulated_amx: Path) -> None:
-    for outcome in workers(2).run_expecting_errors(different_plans, "variant", emulated_amx, timeout=20):
+    for outcome in workers(2).run_expecting_errors(step_with_another_variant, emulated_amx, timeout=20):
         assert outcome.error is mm.PlanError, outcome
         assert "kernels compiled 1" in outcome.message, outcome.message
         assert "kernels amx 2" in outcome.message, outcome.message
@@ -419,46 +304,6 @@ def test_a_process_group_must_be_given_again_after_unpickling(workers) -> None:
 # ------------------------------------------------------------------ partial gradients, swapped parameters
 
 
-def partial_gradient() -> tuple[bool, bool]:
-    """Pure tensor parallelism with SequenceParallel leaves partial gradients; they are summed."""
-    rank = dist.get_rank()
-    results = []
-    for partial in (True, False):
-        matrix = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Replicate()]))
-        norm = nn.Parameter(distribute_tensor(torch.ones(6), mesh(), [Replicate()]))
-        optimizer = mm.Muon([{"params": [matrix]}, {"params": [norm], "algorithm": "adamw"}], lr=0.1)
-        for parameter in (matrix, norm):
-            parts = [torch.randn(parameter.shape, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-            parameter.grad = (
-                DTensor.from_local(parts[rank], mesh(), [Partial()])
-                if partial
-                else distribute_tensor(parts[0] + parts[1], mesh(), [Replicate()])
-            )
-        optimizer.step()
-        results.append((problem.whole(matrix), problem.whole(norm)))
-    (a, b), (c, d) = results
-    return torch.equal(a, c), torch.equal(b, d)
-
-
-def test_partial_gradients_are_reduced(workers) -> None:
-    assert workers(2).run(partial_gradient) == [(True, True)] * 2
-
-
-def partial_where_cut(algorithm: str) -> None:
-    weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh(), [Shard(0)]))
-    optimizer = mm.Muon([{"params": [("w", weight)], "algorithm": algorithm}], lr=0.1)
-    weight.grad = DTensor.from_local(torch.ones(6, 4) * dist.get_rank(), mesh(), [Partial()])
-    optimizer.step()
-
-
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_a_partial_gradient_of_a_cut_parameter_is_an_error_on_every_rank(workers, algorithm: str) -> None:
-    """What a rank holds of it has another shape than the part of the parameter that it stores."""
-    for outcome in workers(2).run_expecting_errors(partial_where_cut, algorithm, timeout=20):
-        assert outcome.error is mm.LayoutError
-        assert "w: found a gradient placed (Partial(sum),); needed the parameter's placements" in outcome.message
-
-
 def swapped() -> list[str]:
     """Accelerate's FSDP2 builds the optimizer first and then swaps only param_group["params"]."""
     model, _ = problem.hold("local", problem.initial())
@@ -493,7 +338,7 @@ def test_explain_does_not_communicate(workers) -> None:
     assert "Shard(0)×2" in table
 
 
-def measured(layout: str) -> dict[str, float]:
+def metrics_of(layout: str) -> dict[str, float]:
     figures: dict[str, float] = {}
     for _, optimizer in problem.steps(layout, 2, problem.initial()):
         figures = optimizer.metrics()
@@ -502,126 +347,57 @@ def measured(layout: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_metrics_count_every_element_and_every_matrix_once(workers, layout: str) -> None:
-    alone = measured("local")
+    alone = metrics_of("local")
     assert len(alone) == 8
-    for figures in workers(2).run(measured, layout):
+    for figures in workers(2).run(metrics_of, layout):
         assert figures == pytest.approx(alone, rel=1e-6)
 
 
 # ------------------------------------------------------------------ real models
 
 
-def tiny_llama(seed: int = 0) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=40,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
+def by_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh(), **options)
+    return model
 
 
-def train_fsdp(reshard: bool, mixed: bool) -> list[str]:
-    """Train with FSDP2 and, alone, with the gradients that FSDP2 computed."""
-    model, twin = tiny_llama(), tiny_llama()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
-    options: dict[str, Any] = {"mesh": mesh(), "reshard_after_forward": reshard}
-    if policy is not None:
-        options["mp_policy"] = policy
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    optimizer = mm.from_model(model, lr=0.02)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fsdp2": by_fsdp2,
+    "fsdp2, kept": functools.partial(by_fsdp2, reshard_after_forward=False),
+    "fsdp2, mixed": functools.partial(by_fsdp2, mp_policy=MIXED),
+    "fsdp2, mixed, kept": functools.partial(by_fsdp2, mp_policy=MIXED, reshard_after_forward=False),
+    "fsdp2 on dim 1": functools.partial(by_fsdp2, shard_placement_fn=lambda p: Shard(p.ndim - 1)),  # where it is even
+}
+
+
+def train_wrapped(wrapper: str) -> list[str]:
+    """Train a Llama, and the same alone with the gradients that the ranks have made; return what differs."""
+    model, twin = models.build("llama"), models.build("llama")
+    wrapped = WRAPPERS[wrapper](model)
+    optimizer = mm.from_model(wrapped, lr=0.02, process_group="world" if wrapper == "ddp" else None)
     alone = mm.from_model(twin, lr=0.02, process_group="local")
+    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in alone.param_groups]
     for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(96, (2, 16), generator=generator)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        for (name, p), (other, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-            assert name == other
+        tokens = models.tokens(10 * step + dist.get_rank(), 2, 16)
+        if wrapper == "ddp":
+            with wrapped.no_sync():  # two micro-batches, one orthogonalization
+                wrapped(input_ids=tokens.flip(1), labels=tokens.flip(1)).loss.backward()
+        wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             q.grad = problem.whole(p.grad).to(q.dtype)
         optimizer.step()
         alone.step()
         optimizer.zero_grad()
+    assert ("Shard(1)" in str(optimizer.explain())) == (wrapper == "fsdp2 on dim 1")
     return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-def test_llama_under_fsdp2(workers, reshard: bool, mixed: bool) -> None:
-    assert workers(2).run(train_fsdp, reshard, mixed) == [[], []]
-
-
-def train_ddp(compiled: bool) -> list[str]:
-    model, twin = tiny_llama(), tiny_llama()
-    wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
-    optimizer = mm.from_model(wrapped, lr=0.02, process_group="world")
-    alone = mm.from_model(twin, lr=0.02, process_group="local")
-    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in alone.param_groups]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        tokens = torch.randint(96, (2, 16), generator=generator)
-        with wrapped.no_sync():  # two micro-batches, one orthogonalization
-            wrapped(input_ids=tokens, labels=tokens).loss.backward()
-        wrapped(input_ids=tokens.flip(1), labels=tokens.flip(1)).loss.backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            q.grad = p.grad.clone()
-        optimizer.step()
-        alone.step()
-        optimizer.zero_grad()
-    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
-
-
-def test_llama_under_ddp_with_accumulation(workers) -> None:
-    assert workers(2).run(train_ddp, False) == [[], []]
-
-
-def teardown_order() -> Tensor:
-    """Nothing of ours talks to a group when it is collected after the group is gone."""
-    group = dist.new_group([0, 1])
-    weight = nn.Parameter(torch.ones(4, 4))
-    optimizer = mm.Muon([("w", weight)], lr=0.1, process_group=group)
-    weight.grad = torch.ones(4, 4)
-    optimizer.step()
-    dist.destroy_process_group(group)
-    del optimizer
-    return weight.detach()
-
-
-def test_teardown_after_the_group_is_destroyed(workers) -> None:
-    a, b = workers(2).run(teardown_order)
-    assert torch.equal(a, b)
-
-
-def shard1_by_fsdp() -> list[str]:
-    """FSDP2 on dim 1, which torch allows where it divides evenly."""
-    model, twin = tiny_llama(), tiny_llama()
-    by_columns = {"mesh": mesh(), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
-    for layer in model.model.layers:
-        fully_shard(layer, **by_columns)
-    fully_shard(model, **by_columns)
-    optimizer = mm.from_model(model, lr=0.02)
-    alone = mm.from_model(twin, lr=0.02, process_group="local")
-    for step in range(3):
-        tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            q.grad = problem.whole(p.grad)
-        optimizer.step()
-        alone.step()
-        optimizer.zero_grad()
-    assert "Shard(1)" in str(optimizer.explain())
-    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
-
-
-def test_fsdp2_on_dim_1(workers) -> None:
-    assert workers(2).run(shard1_by_fsdp) == [[], []]
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_llama_is_that_of_one_process(workers, wrapper: str) -> None:
+    assert workers(2).run(train_wrapped, wrapper) == [[], []]
 
 
 def two_groups() -> tuple[list[str], int]:
@@ -705,3 +481,149 @@ def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(worker
             assert events.index(f"computed {number + 1}") < events.index(f"receive {number}")
         assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
         assert reused
+
+
+# ------------------------------------------------------------------ what torch puts around a model or an optimizer
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))])
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks[0](self.embedding(tokens)))
+        return logits
+
+
+def train_under_ddp(**how: Any) -> list[str]:
+    """Three steps, and those of one process with the gradients that DDP has left; return what differs."""
+    model, alone = Net(), Net()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    wrapped = DistributedDataParallel(model, **how)
+    settings = {"lr": 0.02, "compute_dtype": torch.float32}
+    optimizer = mm.from_model(wrapped, process_group="world", shard_state=True, **settings)
+    other = mm.from_model(alone, process_group="local", **settings)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.randint(0, 11, (5,), generator=generator)).square().mean().backward()
+        for weight, twin in zip(model.parameters(), alone.parameters(), strict=True):
+            assert weight.grad is not None
+            twin.grad = weight.grad.clone()
+        optimizer.clip_grad_norm_(0.1)
+        other.clip_grad_norm_(0.1)
+        optimizer.step()
+        other.step()
+    names = [name for name, _ in alone.named_parameters()]
+    results = [dict(zip(names, map(problem.whole, module.parameters()), strict=True)) for module in (model, alone)]
+    return problem.differing(*results)
+
+
+@pytest.mark.parametrize("how", ["gradient_as_bucket_view", "static_graph"])
+def test_ddp_with_checkpointed_activations_has_the_bits_of_one_process(workers, how: str) -> None:
+    """With views into its buckets as gradients, which begin anywhere in memory, and with a graph that stays.
+
+    The momentum is shared by the replicas: then each took its part of such a view from the start of the bucket.
+    """
+    assert workers(2).run(train_under_ddp, **{how: True}) == [[], []]
+
+
+class World(mm.Muon):
+    """ZeroRedundancyOptimizer has a ``process_group=`` of its own, so only a class can pass one on."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, process_group="world", **settings)
+
+
+class Auto(mm.Muon):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, process_group="auto", **settings)
+
+
+def partitioned(kind: type[mm.Muon], split: bool) -> list[str]:
+    """Step once with a part of the parameters on each rank; return the error, and what of the weights has changed."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]))
+    before, message = [p.detach().clone() for p in model.parameters()], "nothing"
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+    try:
+        groups = mm.split_params(model) if split else list(model.parameters())
+        ZeroRedundancyOptimizer(groups, kind, lr=0.1).step()
+    except ValueError as error:
+        message = f"{type(error).__name__}: {error}"
+    return [message, str(all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "expected"),
+    [
+        (mm.Muon, False, "nothing says which ranks hold the same parameter"),
+        (mm.Muon, True, "found 4 param_names for 2 parameters"),
+        (World, False, "their gradients differ"),
+        (Auto, False, "their gradients differ"),
+    ],
+)
+def test_zero_redundancy_optimizer_is_refused(workers, kind: Any, split: bool, expected: str) -> None:
+    """Each rank's optimizer has other parameters, so the ranks would step each other's matrices."""
+    for message, same in workers(2).run(partitioned, kind, split):
+        assert expected in message
+        assert same == "True"
+        assert "ZeroRedundancyOptimizer" in message or kind is not mm.Muon
+
+
+# ------------------------------------------------------------------ an optimizer that is not needed any more
+
+
+LAYOUTS = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
+
+
+def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
+    """Step, clip, measure and save; then drop the optimizer and say what of it is still alive without a collection."""
+    if layout == "wrapped":
+        model: nn.Module = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)))
+        optimizer = mm.from_model(model, **settings)
+    else:
+        model, group = hold(layout, initial())
+        optimizer = mm.Muon(groups(model), process_group=group, **{**SETTINGS, **settings})
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(2):
+            if layout == "wrapped":
+                model(torch.ones(2, 8)).sum().backward()
+            else:
+                for name, parameter in model.named_parameters():
+                    parameter.grad = placed_like(parameter, gradients(step)[name])
+            optimizer.clip_grad_norm_(1.0, skip_above="4x")
+            optimizer.step()
+            optimizer.metrics()
+            optimizer.zero_grad()
+        optimizer.explain()
+        optimizer.state_dict()
+        runtime = optimizer._runtime
+        planned = runtime.planned
+        assert planned is not None
+        watched = {
+            "optimizer": weakref.ref(optimizer),
+            "kept": weakref.ref(runtime),
+            "plan": weakref.ref(planned),
+            "exchange": weakref.ref(planned.exchange),
+            **{f"state {n}": weakref.ref(v) for n, s in enumerate(optimizer.state.values()) for v in s.values()},
+            **{name: weakref.ref(parameter) for name, parameter in model.named_parameters()},
+        }
+        del optimizer, runtime, planned
+        names = [name for name in list(watched)[:4] if watched[name]() is not None]
+        names += [name for name in watched if name.startswith("state") and watched[name]() is not None]
+        return names
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("settings", [{}, {"shard_state": True}, {"memory_budget_mb": 0.016}], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "wrapped"])
+def test_an_optimizer_is_freed_without_a_collection(workers, layout: str, settings: dict[str, Any]) -> None:
+    assert workers(4).run(left_behind, layout, settings) == [[]] * 4

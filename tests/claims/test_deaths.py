@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
 from functools import cache
 from typing import get_args
 
@@ -26,7 +30,7 @@ def weights_after(steps: int) -> dict[str, np.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
 
 
-def check(reports: dict[int, Told], victim: int, *, patience: float = 30.0, alone: bool = True) -> None:
+def check_reports(reports: dict[int, Told], victim: int, *, patience: float = 30.0, alone: bool = True) -> None:
     """``alone``: whether nobody else is named, such as ranks that have ended because of the victim."""
     for rank, report in reports.items():
         assert report.error, f"rank {rank} finished {STEPS} steps without rank {victim}"
@@ -54,7 +58,7 @@ def check(reports: dict[int, Told], victim: int, *, patience: float = 30.0, alon
 def test_a_rank_that_vanishes_inside_a_step_is_named_and_nothing_torn_is_saved(moment: Moment, how: How) -> None:
     reports = left_behind(moment, how)
     assert sorted(reports) == [0, 2]
-    check(reports, 1)
+    check_reports(reports, 1)
     if moment not in ("before the flags", "at the end"):
         assert all(report.refused for report in reports.values()), "the step had begun to write"
 
@@ -78,7 +82,7 @@ def test_a_rank_that_vanishes_before_it_passes_results_on_is_named(how: How) -> 
     """Four ranks on two machines. A rank that is sent nothing more may finish the step, and waits in the next one."""
     reports = left_behind("before passing on", how, ranks=4, machine=2)
     assert sorted(reports) == [0, 2, 3]
-    check(reports, 1, alone=False)
+    check_reports(reports, 1, alone=False)
     assert any(report.refused for report in reports.values()), "the step had begun to write"
 
 
@@ -91,7 +95,37 @@ def test_a_rank_that_vanishes_while_gradients_travel_to_owners_is_named(moment: 
     """Whether in a backward pass or in a step, on one machine and on two."""
     reports = left_behind(moment, how, ranks=4, machine=machine, to_owners=True)
     assert sorted(reports) == [0, 2, 3]
-    check(reports, 1, alone=False)
+    check_reports(reports, 1, alone=False)
     if moment in TO_OWNERS:
         assert not any(report.refused for report in reports.values()), "no rank has written anything yet"
         assert {report.whole for report in reports.values()} == {LAST_WHOLE}
+
+
+# ------------------------------------------------------------------ ranks that leave
+
+
+@pytest.mark.soak
+def test_threads_of_gloo_let_go_before_the_end() -> None:
+    """On CPython 3.11, 5 to 8 of 48 of plain torch's ranks abort: `python -m tests.support.exits torch 48 2,4 keep`."""
+    ends_well("muonmesh", 9, "keep")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "end"), [("torch", "destroy"), ("muonmesh", "keep"), ("muonmesh", "destroy")])
+def test_200_ranks_leave_under_load(kind: str, end: str) -> None:
+    """After a few steps of Muon, and after plain torch's collectives to compare: an abort of both would be torch's."""
+    with ExitStack() as stack:
+        for _ in range(2 * (os.cpu_count() or 1)):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        ends_well(kind, 200, end)
+
+
+def ends_well(kind: str, exits: int, end: str) -> None:
+    command = [sys.executable, "-m", "tests.support.exits", kind, str(exits), "2,3,4", end]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=1800.0, check=False)
+    print(process.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " exits of [2, 3, 4] ranks" in process.stdout, process.stdout
+    assert "ended with" not in process.stdout, process.stdout

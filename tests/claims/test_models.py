@@ -45,7 +45,7 @@ def every_layout(pairs: list[tuple[str, str]]) -> Any:
     return pytest.mark.parametrize(("family", "layout"), cases)
 
 
-def optimizer_of(model: nn.Module, process_group: str | None, dtype: torch.dtype = torch.float32) -> mm.Muon:
+def optimizer_of_model(model: nn.Module, process_group: str | None, dtype: torch.dtype = torch.float32) -> mm.Muon:
     stacks = {r"gate_up_proj$": {"algorithm": "muon", "matrices": models.MATRICES["experts.gate_up_proj"]}}
     overrides = stacks if any("gate_up_proj" in name for name, _ in model.named_parameters()) else None
     return mm.Muon(
@@ -61,8 +61,8 @@ def train_with_given_gradients(
 ) -> dict[str, Any]:
     """Train a whole model on this very rank, and give its gradients to the one that all ranks hold too."""
     placed, whole = models.hold(family, layout), models.build(family)
-    optimizer = optimizer_of(placed.model, None if alone_on_axis else placed.process_group, dtype)
-    alone = optimizer_of(whole, "local", dtype)
+    optimizer = optimizer_of_model(placed.model, None if alone_on_axis else placed.process_group, dtype)
+    alone = optimizer_of_model(whole, "local", dtype)
     for step in range(STEPS):
         # One batch is so short that some experts get no token.
         models.backward(whole, models.tokens(step, 4, 12) if step != 2 else models.tokens(step, 1, 2))
@@ -71,19 +71,20 @@ def train_with_given_gradients(
             p.grad = problem.placed_like(p, q.grad)
         optimizer.step()
         alone.step()
-    promise, did = optimizer.explain(), optimizer.counts
+    promised, did = problem.promised_and_counted(optimizer)
+    flops = optimizer.explain().flops
     results = problem.result(placed.model, optimizer), problem.result(whole, alone)
     return {
         "differing": problem.differing(*results),
         "momenta": sum(name.endswith("momentum_buffer") for name in results[0]),
-        "told": (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
-        "did": (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
-        "flops": promise.flops,
+        "told": promised,
+        "did": did,
+        "flops": flops,
         "flops alone": sum(alone.explain().flops.values()),
     }
 
 
-def matrices(family: str) -> dict[str, int]:
+def matrices_by_name(family: str) -> dict[str, int]:
     """How many matrices each parameter of Muon's consists of."""
     entries = {name: (p, models.matrices_of(name)) for name, p in models.build(family).named_parameters()}
     return {name: len(split(p.detach(), entry)) for name, (p, entry) in entries.items() if entry is not None}
@@ -92,14 +93,14 @@ def matrices(family: str) -> dict[str, int]:
 def check_same(family: str, outcomes: list[dict[str, Any]]) -> None:
     for outcome in outcomes:
         assert outcome["differing"] == []
-        assert outcome["momenta"] == len(matrices(family))
+        assert outcome["momenta"] == len(matrices_by_name(family))
         assert outcome["told"] == outcome["did"]
 
 
 def check_divided(family: str, outcomes: list[dict[str, Any]]) -> None:
     """Each matrix once over all ranks, replicas included, and no rank much more than its share."""
     flops, alone = outcomes[0]["flops"], outcomes[0]["flops alone"]
-    assert sum(outcome["did"][0] for outcome in outcomes) == sum(matrices(family).values())
+    assert sum(outcome["did"][0] for outcome in outcomes) == sum(matrices_by_name(family).values())
     assert all(outcome["flops"] == flops for outcome in outcomes)
     assert sum(flops.values()) == alone
     # Matrices are not divided; of the 14 of the Llama one rank gets 1.04 times its share.
@@ -129,13 +130,13 @@ def test_replicas_that_nobody_named_are_found_and_share_the_work(workers: Any) -
         train_with_given_gradients, "mixtral", "fsdp x ep", torch.float32, alone_on_axis=True, **PATIENCE
     )
     check_same("mixtral", outcomes)
-    assert sum(outcome["did"][0] for outcome in outcomes) == sum(matrices("mixtral").values())
+    assert sum(outcome["did"][0] for outcome in outcomes) == sum(matrices_by_name("mixtral").values())
 
 
 def without_momentum() -> list[str]:
     """FSDP2 gives the last of four ranks none of six experts, and no expert travels."""
     model = models.hold("mixtral", "fsdp").model
-    optimizer = optimizer_of(model, None)
+    optimizer = optimizer_of_model(model, None)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -170,7 +171,7 @@ def train_with_own_gradients(family: str, layout: str, *, missing: bool = False)
     With ``missing``, odd ranks lose their summands of partial gradients in every other step.
     """
     placed, record = models.hold(family, layout), Record()
-    optimizer = optimizer_of(placed.model, placed.process_group)
+    optimizer = optimizer_of_model(placed.model, placed.process_group)
     for step in range(STEPS):
         models.backward(placed.model, placed.own_part(models.tokens(step, 4, 12)))
         before: dict[str, tuple[Tensor | None, Any, Tensor]] = {}
@@ -210,7 +211,7 @@ def trained(workers: Any) -> Callable[..., list[Record]]:
     return run
 
 
-def oracle(record: Record) -> Tensors:
+def oracle_of_record(record: Record) -> Tensors:
     """Step the fp64 reference with the recorded gradients; `tests.support.models` says which matrices there are."""
     parameters = {name: value.double() for name, value in record.steps[0][0].items()}
     coefficients, lr, decay = coefficient_schedule("polar_express", 5), SETTINGS["lr"], SETTINGS["weight_decay"]
@@ -228,7 +229,7 @@ def oracle(record: Record) -> Tensors:
 
 def check_oracle(records: list[Record]) -> None:
     first = records[0]
-    expected, start = oracle(first), first.steps[0][0]
+    expected, start = oracle_of_record(first), first.steps[0][0]
     for record in records:
         assert problem.differing(record.final, first.final) == [], "replicas differ"
         assert record.written == set()

@@ -1,29 +1,33 @@
-"""Points of the pull requests in docs/internals/references.md that no other test shows; one process is enough.
+"""Points of the pull requests in docs/internals/references.md that no other test shows.
 
 Also that pages name tests that are there.
 """
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
-import typing
+import subprocess
+import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import ParamsT
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonmesh as mm
-from muonmesh.comm.exchange import Exchange
 from muonmesh.settings import SETTINGS
+from tests.support import layouts, problem
 from tests.support.tensors import random
 
 ROOT = Path(__file__).parents[2]
-MODES = typing.get_args(typing.get_type_hints(mm.update_scale)["mode"])
 
 
 @pytest.mark.parametrize(("page", "least"), [("how-we-know.md", 60), ("internals/hosts-decide-by.md", 36)])
@@ -52,22 +56,6 @@ def test_every_argument_is_described(public: Any) -> None:
         arguments = arguments - SETTINGS.keys() | {"settings"}
         assert "`Muon`" in described[1]
     assert entries == arguments
-
-
-def test_parameters_are_taken_as_torch_takes_them() -> None:
-    annotated = typing.get_type_hints(mm.Muon.__init__)["params"]
-    assert set(typing.get_args(annotated)) == set(typing.get_args(ParamsT))
-    layer = nn.Linear(6, 4, bias=False)
-    for params in (
-        [layer.weight],
-        layer.parameters(),  # gone after one pass
-        layer.named_parameters(),
-        [{"params": layer.parameters()}],
-        ({"params": layer.named_parameters()} for _ in range(1)),
-    ):
-        (group,) = mm.Muon(params).param_groups
-        assert group["params"][0] is layer.weight
-        assert len(group["param_names"]) == 1
 
 
 def test_a_usual_step_warns_of_nothing_and_returns_nothing() -> None:
@@ -149,19 +137,10 @@ def test_no_epsilon_is_asked_for_and_nothing_is_divided_by_zero() -> None:
         assert not torch.equal(weight, start)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
-def test_an_empty_dim_is_refused_in_every_scale_mode(shape: tuple[int, int], mode: Any) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        mm.update_scale(*shape, mode)
-    with pytest.raises(ValueError, match=r"w: .*at least 1"):
-        mm.Muon([("w", nn.Parameter(torch.zeros(shape)))], scale_mode=mode)
-
-
 # ------------------------------------------------------------------ clipping
 
 
-def halves() -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
+def matrix_and_vector() -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
     matrix, vector = nn.Parameter(torch.zeros(24, 40)), nn.Parameter(torch.ones(5))
     groups = [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}]
     return matrix, vector, mm.Muon(groups, lr=1.0, scale_mode="none", weight_decay=0.0)
@@ -170,30 +149,160 @@ def halves() -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
 @pytest.mark.parametrize("policy", ["adamw_only", "all", "separate"])
 def test_no_policy_crushes_a_matrix_below_a_floor(policy: Any) -> None:
     """A huge norm elsewhere makes the coefficient about 1e-20; the matrix still moves at full strength."""
-    matrix, vector, optimizer = halves()
+    matrix, vector, optimizer = matrix_and_vector()
     matrix.grad, vector.grad = random(24, 40) * 1e-3, torch.full((5,), 1e17)
     optimizer.clip_grad_norm_(1e-3, policy=policy)
     optimizer.step()
     assert 0.9 < torch.linalg.svdvals(matrix.detach().double()).mean() < 1.1
 
 
-def test_the_norm_of_the_matrices_clips_nothing_of_adamw() -> None:
-    """AdamW's half would be crushed below its own epsilon by a norm that is not its own."""
-    matrix, vector, optimizer = halves()
-    matrix.grad, vector.grad = random(24, 40) * 1e11, torch.full((5,), 0.1)
-    norms = optimizer.clip_grad_norm_(1.0)
-    assert torch.equal(vector.grad, torch.full((5,), 0.1))
-    assert float(norms) == pytest.approx(float(random(24, 40).double().norm()) * 1e11, rel=1e-6)  # told nevertheless
+# ------------------------------------------------------------------ on ranks
 
 
-def test_what_is_not_clipped_is_not_measured_if_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[int] = []
-    reduce_sums = Exchange.reduce_sums
-    monkeypatch.setattr(Exchange, "reduce_sums", lambda self, x: (sums.append(x.numel()), reduce_sums(self, x))[1])
-    matrix = nn.Parameter(torch.zeros(24, 40))
-    optimizer = mm.Muon([matrix])
-    matrix.grad = random(24, 40)
-    optimizer.clip_grad_norm_(1.0, norms=False)
-    assert sums == []  # a Muon-only optimizer has nothing to clip
-    optimizer.clip_grad_norm_(1.0)
-    assert len(sums) == 1
+# ------------------------------------------------------------------ Transformer Engine: norms of zero
+
+
+def nothing_to_divide_by() -> list[bool]:
+    """Zero gradients from the first step on, of a whole matrix and of one in a stack; then one that is not zero."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    right = []
+    for shape, dim in (((90, 24), 0), ((24, 90), 1), ((3, 8, 40), 2), ((2, 40), 0)):
+        start, gradient = random(*shape, seed=0), torch.zeros(shape)
+        if len(shape) == 3:
+            gradient[1] = random(*shape[1:], seed=1)
+        weight = nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(dim)], src_data_rank=None))
+        optimizer = mm.Muon([weight], lr=0.1)
+        for _ in range(2):
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)], src_data_rank=None)
+            optimizer.step()
+        untouched = [0, 2] if len(shape) == 3 else slice(None)
+        right.append(torch.equal(problem.whole(weight)[untouched], start[untouched]))
+        weight.grad = distribute_tensor(random(*shape, seed=2), mesh, [Shard(dim)], src_data_rank=None)
+        optimizer.step()
+        moved = problem.whole(weight)
+        right.append(bool(moved.isfinite().all()) and not torch.equal(moved, start))
+    return right
+
+
+def test_no_rank_divides_by_a_norm_of_zero(workers) -> None:
+    assert workers(4).run(nothing_to_divide_by) == [[True] * 8] * 4
+
+
+# ------------------------------------------------------------------ Transformer Engine: teardown
+
+
+def collected_after_its_group() -> tuple[list[str], bool]:
+    """What Python could not raise while it collected the optimizer, and whether it did collect it."""
+    unraised: list[str] = []
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda error: unraised.append(repr(error.exc_value))
+    try:
+        group = dist.new_group([0, 1])
+        weight = nn.Parameter(torch.ones(4, 6))
+        optimizer = mm.Muon([("w", weight)], process_group=group)
+        weight.grad = random(4, 6, seed=0)
+        optimizer.step()
+        weak_reference = weakref.ref(optimizer)
+        dist.destroy_process_group(group)
+        del optimizer
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    return unraised, weak_reference() is None
+
+
+def test_an_optimizer_is_collected_silently_after_its_group(workers) -> None:
+    assert workers(2).run(collected_after_its_group) == [([], True)] * 2
+
+
+AT_EXIT = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import muonmesh as mm
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+sharded = nn.Parameter(distribute_tensor(torch.ones(8, 6), init_device_mesh("cpu", (2,)), [Shard(0)]))
+plain = nn.Parameter(torch.ones(6, 4))
+kept = []
+for parameter, group in ((sharded, None), (plain, "world")):
+    optimizer = mm.Muon([parameter], process_group=group)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept.append(optimizer)
+dist.destroy_process_group()
+del optimizer, kept[0]  # one is collected now, the other by the interpreter on its way out
+print("done")
+"""
+
+
+def test_a_program_ends_well_after_destroy_process_group(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", AT_EXIT, str(tmp_path / "store"), str(rank)] for rank in range(2)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert out == "done\n"
+            assert not any(word in err for word in ("Traceback", "Exception ignored", "terminate", "Error")), err
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# ------------------------------------------------------------------ DeepSpeed: flat partitions
+
+
+def only_adamw() -> bool:
+    """Elementwise, so a partition of unequal size that nobody has declared is stepped as it is."""
+    size = 7 + 4 * dist.get_rank()
+    partition = nn.Parameter(random(size, seed=0))
+    twin = nn.Parameter(partition.detach().clone())
+    groups = {"params": [partition], "algorithm": "adamw"}
+    optimizer = mm.Muon([groups], lr=0.1, weight_decay=0.1)
+    other = torch.optim.AdamW([twin], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    for step in range(3):
+        partition.grad = random(size, seed=1 + step)
+        twin.grad = partition.grad.clone()
+        optimizer.step()
+        other.step()
+    return torch.equal(partition, twin)
+
+
+def test_a_model_without_matrices_needs_no_layout_and_no_group(workers) -> None:
+    assert workers(2).run(only_adamw) == [True] * 2
+
+
+def saved_and_loaded(folder: str) -> list[str]:
+    """Momentum of flat partitions goes through a file; training goes on as if it had not stopped."""
+
+    def build() -> tuple[layouts.Held, mm.Muon]:
+        flat = layouts.flat(problem.PARAMETERS, problem.initial())
+        return flat, mm.Muon(flat.groups, compute_dtype=torch.float32, **flat.settings, **problem.SETTINGS)
+
+    sharded, optimizer = build()
+    path = Path(folder) / f"{dist.get_rank()}.pt"
+    for step in range(4):
+        if step == 2:
+            tensors = {name: tensor.detach().clone() for name, tensor in sharded.tensors.items()}
+            torch.save({"model": tensors, "optimizer": optimizer.state_dict()}, path)
+        sharded.give(problem.gradients(step))
+        optimizer.step()
+    again, other = build()
+    saved = torch.load(path, weights_only=True)
+    with torch.no_grad():
+        for name, tensor in again.tensors.items():
+            tensor.copy_(saved["model"][name])
+    other.load_state_dict(saved["optimizer"])
+    for step in (2, 3):
+        again.give(problem.gradients(step))
+        other.step()
+    return problem.differing(again.whole(other), sharded.whole(optimizer))
+
+
+def test_state_of_flat_partitions_continues_bit_for_bit(workers, tmp_path: Path) -> None:
+    assert workers(2).run(saved_and_loaded, str(tmp_path)) == [[], []]

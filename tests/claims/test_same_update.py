@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import muonmesh as mm
+from muonmesh.comm.storage import local_of
 from muonmesh.numerics import kernels
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS
 from muonmesh.numerics.deflation import Deflation
-from tests.support import problem
+from tests.support import layouts, problem
 from tests.support.in_copies import step_as_on_a_device
+from tests.support.meshes import mesh_of
 from tests.support.workers import Pool
 
 COVERS = (
     "comm.storage.Storage",
     "layout.line_segments.shares_blocks",
     "step.muon_step.MuonStep",
+    "comm.placing.storage_of",
+    "comm.sharing.sharded_over_replicas",
 )
 
 
@@ -43,38 +49,70 @@ def test_names_hash_differently_on_two_ranks(workers) -> None:
 
 
 def steps_of_layout(
-    layout: str, dtype: torch.dtype, count: int = 3, param_dtype: torch.dtype = torch.float32, **settings: Any
-) -> tuple[list[str], dict[str, Tensor]]:
-    """Step in a layout and alone on this very rank; return what differs, and the result."""
+    layout: str, param_dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[list[str], dict[str, Tensor], tuple[tuple[int, ...], ...], int]:
+    """Step in a layout, and alone on this very rank.
+
+    Returns:
+        What differs, the result, what was promised and done, and the elements of momentum that are stored here.
+    """
     values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    *_, (model, optimizer) = problem.steps(layout, count, values, compute_dtype=dtype, **settings)
+    *_, (model, optimizer) = problem.steps(layout, 3, values, **settings)
     result = problem.result(model, optimizer)
-    alone = problem.alone(count, param_dtype=param_dtype, compute_dtype=dtype, **settings)
-    return problem.differing(result, alone), result
+    alone = problem.alone(3, param_dtype=param_dtype, **settings)
+    stored = sum(local_of(state.get("momentum_buffer", torch.ones(0))).numel() for state in optimizer.state.values())
+    return problem.differing(result, alone), result, problem.promised_and_counted(optimizer), stored
 
 
-def promised_and_counted(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return what explain() promises of a step and what a step did."""
-    *_, (_, optimizer) = problem.steps(layout, 2, problem.initial(), compute_dtype=dtype)
-    promise = optimizer.explain()
-    did = optimizer.counts
-    return (
-        (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
-        (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
-    )
+BF16: dict[str, Any] = {"param_dtype": torch.bfloat16}
+ROUNDED = {**BF16, "stochastic_rounding": 5}
+SETTINGS: list[dict[str, Any]] = [
+    {"memory_budget_mb": 0.08},  # many buckets, pipelined
+    {"memory_budget_mb": 16000.0},
+    {"nesterov": False},
+    {"compute_dtype": torch.float64},
+    {"state_dtype": torch.float64},
+    {"ns_coefficients": "simple", "ns_method": "standard"},
+    *({"scale_mode": mode, "extra_scale_factor": 0.3} for mode in ("spectral", "unit_rms_norm", "original")),
+]
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    *((ranks, layout, {}) for ranks in (2, 4) for layout in problem.LAYOUTS),
+    *((ranks, layout, {"compute_dtype": torch.float32}) for ranks in (2, 4) for layout in problem.LAYOUTS),
+    *((2, layout, settings) for layout in ("ddp", "fsdp") for settings in SETTINGS),
+    *((2, layout, BF16) for layout in ("ddp", "fsdp", "shard1")),
+    *((2, layout, {**BF16, "master_dtype": torch.float32}) for layout in ("ddp", "fsdp", "shard1")),
+    *((2, layout, ROUNDED) for layout in problem.LAYOUTS),  # random numbers belong to elements of whole parameters
+    *((4, layout, ROUNDED) for layout in (*problem.LAYOUTS, *problem.TWO_DIMS)),
+    (2, "ddp", {**ROUNDED, "shard_state": True}),
+    (4, "ddp", {"shard_state": True}),
+    *((2, "fsdp", {**ROUNDED, **more}) for more in ({"decay_mode": "cautious"}, {"memory_budget_mb": 0.08})),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bit_for_bit(workers, ranks: int, layout: str, dtype: torch.dtype) -> None:
-    for differing, _ in workers(ranks).run(steps_of_layout, layout, dtype):
+@pytest.mark.parametrize(("ranks", "layout", "settings"), CASES, ids=str)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_bit_for_bit(workers, ranks: int, layout: str, settings: dict[str, Any]) -> None:
+    """As on each of the ranks alone, and here, without torch.distributed. And a step does what `explain` says."""
+    alone = problem.alone(3, **{key: value for key, value in settings.items() if key != "shard_state"})
+    assert alone["tall"].dtype == settings.get("param_dtype", torch.float32)
+    assert alone["tall.momentum_buffer"].dtype == settings.get("state_dtype", torch.float32)
+    orthogonalized = sent = 0
+    outcomes = workers(ranks).run(steps_of_layout, layout, **settings)
+    for differing, result, (promised, counted), stored in outcomes:
         assert differing == []
+        assert problem.differing(result, alone) == []
+        assert promised == counted
+        sent += counted[2]
+        elements = sum(value.numel() for name, value in result.items() if name.endswith(".momentum_buffer"))
+        assert stored <= 1.25 * elements / ranks or not settings.get("shard_state")
+        orthogonalized += counted[0]
+    assert orthogonalized == len(problem.matrices()), "each once"
+    assert sent
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
 def test_bit_for_bit_with_compiled_products(workers, products: None, layout: str) -> None:
-    for differing, _ in workers(4).run(steps_of_layout, layout, torch.bfloat16, kernels="compiled"):
+    for differing, *_ in workers(4).run(steps_of_layout, layout, kernels="compiled"):
         assert differing == []
 
 
@@ -84,7 +122,7 @@ def run_as_with_avx512(layout: str, **settings: Any) -> tuple[list[str], bool]:
     kernels._GAIN.update(dict.fromkeys(gains, gains["avx512"]))
     kernels.auto_takes.cache_clear()
     try:
-        return steps_of_layout(layout, torch.bfloat16, **settings)[0], kernels.auto_takes()[0] > 0
+        return steps_of_layout(layout, **settings)[0], kernels.auto_takes()[0] > 0
     finally:
         kernels._GAIN.update(gains)
         kernels.auto_takes.cache_clear()
@@ -164,125 +202,136 @@ def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tupl
     return problem.differing(result, alone), max(far)
 
 
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
+TOGETHER: list[tuple[int, str, dict[str, Any]]] = [
+    *((4, layout, {"memory_budget_mb": 0.08}) for layout in problem.LAYOUTS),
+    *((2, "fsdp", settings) for settings in ({"nesterov": False}, {"momentum": 0.0}, {"decay_mode": "cautious"})),
+    *((2, "fsdp", settings) for settings in ({"state_dtype": torch.float64}, BF16, ROUNDED)),
+    (2, "fsdp", {**BF16, "master_dtype": torch.float32}),
+    (2, "fsdp", {"param_dtype": torch.float64, "compute_dtype": torch.float64}),
+    (2, "ddp", {"shard_state": True}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "settings"), TOGETHER, ids=str)
 @pytest.mark.filterwarnings("ignore:.*without masters")
-def test_what_a_device_runs_is_bit_for_bit_too(workers, layout: str) -> None:
+def test_what_a_device_runs_is_bit_for_bit_too(workers, ranks: int, layout: str, settings: dict[str, Any]) -> None:
     """Elementwise work on all pieces of a bucket, masked on the device, the memory of a bucket its own."""
-    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08}
-    for differing, far in workers(4).run(run_together, layout, torch.float32, **settings):
-        assert differing == []
-        assert far < 1e-5
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"nesterov": False},
-        {"momentum": 0.0},
-        {"state_dtype": torch.float64},
-        {"param_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "master_dtype": torch.float32},
-        {"param_dtype": torch.bfloat16, "stochastic_rounding": 5},
-        {"param_dtype": torch.float64, "compute_dtype": torch.float64},
-        {"decay_mode": "cautious"},
-        {"shard_state": True},
-    ],
-    ids=lambda settings: "-".join(settings),
-)
-@pytest.mark.filterwarnings("ignore:.*without masters")
-def test_what_a_device_runs_is_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
     settings = {"compute_dtype": torch.float32, "param_dtype": torch.float32, **settings}
     rough = settings["param_dtype"] == torch.bfloat16
-    layout = "ddp" if "shard_state" in settings else "fsdp"
-    for differing, far in workers(2).run(run_together, layout, **settings):
+    for differing, far in workers(ranks).run(run_together, layout, **settings):
         assert differing == []
-        assert far < (1e-2 if rough else 1e-4)
+        assert far < (1e-2 if rough else 1e-4 if ranks == 2 else 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_one_process_without_distributed_has_the_same_bits(workers, layout: str) -> None:
-    alone = problem.alone(3, compute_dtype=torch.float32)
-    for _, result in workers(2).run(steps_of_layout, layout, torch.float32):
-        assert problem.differing(result, alone) == []
+# ------------------------------------------------------------------ every way of holding a matrix
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"memory_budget_mb": 0.08},  # many buckets, pipelined
-        {"memory_budget_mb": 16000.0},
-        {"nesterov": False},
-        {"compute_dtype": torch.float64},
-        {"state_dtype": torch.float64},
-        {"ns_coefficients": "simple", "ns_method": "standard"},
-        {"scale_mode": "spectral", "extra_scale_factor": 0.3},
-    ],
-    ids=lambda settings: "-".join(settings),
-)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_bit_for_bit_with_settings(workers, layout: str, settings: dict[str, Any]) -> None:
-    settings = dict(settings)
-    dtype = settings.pop("compute_dtype", torch.bfloat16)
-    for differing, _ in workers(2).run(steps_of_layout, layout, dtype, **settings):
+EIGHT = [name for name, (sizes, _) in layouts.EIGHT.items() if len(sizes) == 3]
+FP32: dict[str, Any] = {"compute_dtype": torch.float32}
+FLAT = {"flat": {}, "flat shards": {"tensor_parallel": 2}}
+
+
+def hold_in_layout(layout: str, seed: int, how: str) -> layouts.Held:
+    if layout in FLAT:
+        return layouts.flat(problem.PARAMETERS, problem.initial(), seed=seed, **FLAT[layout])
+    sizes, placements_of = {**layouts.MESHES, **layouts.EIGHT}[layout]
+    hold = layouts.declared if how == "declared" else layouts.dtensors
+    mesh = mesh_of(sizes)
+    return hold(problem.PARAMETERS, problem.initial(), mesh, lambda _, shape: placements_of(len(shape)))
+
+
+def stepped_as_held(layout: str, seed: int = 0, how: str = "", **settings: Any) -> tuple[list[str], Any, Any]:
+    """What differs from one process; what was promised and done; elements of momentum here, and in all."""
+    placed = hold_in_layout(layout, seed, how)
+    optimizer = mm.Muon(placed.groups, **placed.settings, **{**problem.SETTINGS, **settings})
+    for step in range(3):
+        placed.give(problem.gradients(step))
+        optimizer.step()
+    settings.pop("shard_state", None)
+    result = placed.whole(optimizer)
+    stored = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+    elements = sum(local_of(buffer).numel() for buffer in stored)
+    whole = sum(value.numel() for name, value in result.items() if name.endswith(".momentum_buffer"))
+    differing = problem.differing(result, problem.alone(3, **settings))
+    return differing, problem.promised_and_counted(optimizer), (elements, whole)
+
+
+# Declared shards are cut by the same layouts; one of each kind stays.
+DECLARED = ("hsdp", "rows by cols", "fsdp over colwise", "strided alone", "experts")
+IN_SOAK = [pytest.mark.soak]
+HOLDINGS = [
+    *(pytest.param(4, name, 0, "", FP32, id=name) for name in layouts.MESHES),
+    *(
+        pytest.param(4, name, 0, "declared", FP32, id=f"{name}, declared", marks=IN_SOAK * (name not in DECLARED))
+        for name in layouts.MESHES
+    ),
+    *(
+        pytest.param(4, name, 0, "", {"memory_budget_mb": 0.08}, id=f"{name}, bf16")
+        for name in ("hsdp", "fsdp over colwise", "experts")
+    ),
+    *(
+        pytest.param(
+            ranks,
+            "flat",
+            seed,
+            "",
+            settings,
+            id=f"flat {seed}, {ranks} ranks, {settings}",
+            marks=IN_SOAK * (ranks == 2),
+        )
+        for ranks, seed, settings in itertools.product((2, 4), range(3), (FP32, {}))
+    ),
+    *(pytest.param(4, "flat shards", seed, "", FP32, id=f"flat shards {seed}") for seed in range(3)),
+    *(pytest.param(8, name, 0, "", FP32, id=name, marks=IN_SOAK * (name == "hsdp over rowwise")) for name in EIGHT),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "seed", "how", "settings"), HOLDINGS)
+def test_bit_for_bit_in_any_layout(
+    workers, ranks: int, layout: str, seed: int, how: str, settings: dict[str, Any]
+) -> None:
+    orthogonalized = 0
+    for differing, (promised, counted), _ in workers(ranks).run(stepped_as_held, layout, seed, how, **settings):
         assert differing == []
+        assert promised == counted
+        orthogonalized += counted[0]
+    assert orthogonalized == len(problem.matrices()), "each once, over all ranks"
 
 
-@pytest.mark.parametrize("master", [None, torch.float32], ids=["no-master", "master"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-@pytest.mark.filterwarnings("ignore:.*without masters")
-def test_bf16_parameters_bit_for_bit(workers, layout: str, master: torch.dtype | None) -> None:
-    for differing, result in workers(2).run(
-        steps_of_layout, layout, torch.bfloat16, param_dtype=torch.bfloat16, master_dtype=master
-    ):
-        assert differing == []
-        assert result["tall"].dtype == torch.bfloat16
-        assert result["tall.momentum_buffer"].dtype == torch.float32
+@pytest.mark.parametrize("settings", [FP32, {}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["hsdp", "replicate inside", "all replicated"])
+def test_momentum_shared_by_replicas_has_the_same_bits_and_takes_less(workers, layout: str, settings: Any) -> None:
+    outcomes = workers(4).run(stepped_as_held, layout, shard_state=True, **settings)
+    assert [differing for differing, *_ in outcomes] == [[]] * 4
+    stored, (whole, *_) = [elements for *_, (elements, _) in outcomes], [whole for *_, (_, whole) in outcomes]
+    assert sum(stored) == whole, "each element once"
+    assert max(stored) <= 1.25 * whole / 4
 
 
-ROUNDED = {"param_dtype": torch.bfloat16, "stochastic_rounding": 5}
+@pytest.mark.parametrize("layout", ["fsdp over rowwise", "three axes", "hsdp, shard 1", "cols by rows"])
+def test_momentum_is_shared_where_it_can_be(workers, layout: str) -> None:
+    outcomes = workers(4).run(stepped_as_held, layout, shard_state=True, **FP32)
+    assert [differing for differing, *_ in outcomes] == [[]] * 4
 
 
-@pytest.mark.parametrize("layout", [*problem.LAYOUTS, *problem.TWO_DIMS])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_stochastic_rounding_bit_for_bit(workers, ranks: int, layout: str) -> None:
-    """Random numbers belong to elements of whole parameters."""
-    if ranks == 2 and layout in problem.TWO_DIMS:
-        layout = "shard1"
-    for differing, result in workers(ranks).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED):
-        assert differing == []
-        assert result["tall"].dtype == torch.bfloat16
+def whole_experts(dim: int) -> tuple[int, int, bool]:
+    """Eight experts on four ranks, two each, or each cut among all."""
+    mesh = mesh_of((4,))
+    value = torch.randn(8, 12, 20, generator=torch.Generator().manual_seed(0))
+    twin = nn.Parameter(value.clone())
+    weight = nn.Parameter(distribute_tensor(value.clone(), mesh, [Shard(dim)], src_data_rank=None))
+    optimizers = [mm.Muon([weight], lr=0.1), mm.Muon([twin], lr=0.1, process_group="local")]
+    gradient = torch.randn(8, 12, 20, generator=torch.Generator().manual_seed(1))
+    weight.grad, twin.grad = distribute_tensor(gradient, mesh, [Shard(dim)], src_data_rank=None), gradient.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    counts = optimizers[0].counts
+    return counts.bytes_sent, counts.orthogonalized, torch.equal(weight.full_tensor(), twin)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"shard_state": True}, {"decay_mode": "cautious"}, {"memory_budget_mb": 0.08}],
-    ids=lambda settings: "-".join(settings),
-)
-def test_stochastic_rounding_bit_for_bit_with_settings(workers, settings: dict[str, Any]) -> None:
-    layout = "ddp" if "shard_state" in settings else "fsdp"
-    for differing, _ in workers(2).run(steps_of_layout, layout, torch.bfloat16, **ROUNDED, **settings):
-        assert differing == []
-
-
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_step_does_what_explain_says(workers, ranks: int, layout: str) -> None:
-    outcomes = workers(ranks).run(promised_and_counted, layout, torch.bfloat16)
-    matrices = 0
-    for promised, counts in outcomes:
-        assert promised == counts
-        matrices += counts[0]
-    # no matrix is orthogonalized twice, none is left out
-    assert matrices == len(_matrices())
-    assert any(counts[2] for _, counts in outcomes)
-
-
-def _matrices() -> list[int]:
-    from tests.support.reference import split
-
-    return [
-        matrix.numel()
-        for name, (shape, spec) in problem.PARAMETERS.items()
-        if spec != "adamw"
-        for matrix in split(problem.initial()[name], spec)
-    ]
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_whole_experts_cost_no_communication(workers, dim: int) -> None:
+    outcomes = workers(4).run(whole_experts, dim)
+    assert [same for _, _, same in outcomes] == [True] * 4
+    assert [count for _, count, _ in outcomes] == [2] * 4
+    assert all((sent == 0) == (dim == 0) for sent, _, _ in outcomes)

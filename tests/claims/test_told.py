@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+from torch.distributed.fsdp import fully_shard
 
 import muonmesh as mm
 from muonmesh.errors import FileError, explain_error
 from muonmesh.tools.cli.diagnosis import diagnose
+from tests.support import gathered
 from tests.support.folders import forge
 from tests.support.in_copies import work_in_copies
+from tests.support.tensors import same_bits
 
 COVERS = (
     "build.from_model",
@@ -82,33 +85,50 @@ def test_errors_name_the_function_that_was_called_and_what_was_meant() -> None:
             call()
 
 
-def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"master_dtype": torch.float64},
+        {"state_dtype": "int8"},
+        {"state_dtype": torch.bfloat16, "state_device": "cpu"},
+        {"stochastic_rounding": 1},
+    ],
+    ids=["plain", "masters", "int8", "offload", "rounding"],
+)
+def test_complex_weights_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
+    """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
     torch.manual_seed(0)
-    model, twin = Spectral(), Spectral()
-    twin.load_state_dict(model.state_dict())
-    optimizer = mm.from_model(model, lr=1e-2)
-    decays = [{"params": [twin.weights], "weight_decay": 0.1}, {"params": [twin.scale], "weight_decay": 0.0}]
+    model = Spectral()
+    optimizer = mm.from_model(model, lr=1e-2, **settings)
+    if "state_device" in settings:
+        work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
+    wide = torch.complex128 if "master_dtype" in settings else torch.complex64
+    pairs = [(model.weights, model.weights.detach().to(wide)), (model.scale, model.scale.detach().clone())]
+    decays = [{"params": [twin], "weight_decay": decay} for (_, twin), decay in zip(pairs, (0.1, 0.0), strict=True)]
     reference = torch.optim.AdamW(decays, lr=1e-2, betas=(0.9, 0.95))
-    for _ in range(3):
-        for weight, other in zip(model.parameters(), twin.parameters(), strict=True):
-            weight.grad, other.grad = (torch.full_like(weight, 0.3 + 0.1 * weight.numel()) for _ in range(2))
-            weight.grad.mul_(weight.detach())
-            other.grad.copy_(weight.grad)
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad.to(torch.complex128) for p in model.parameters() if p.grad is not None]
-        )
+    for step in range(3):
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight) + step
+        for weight, twin in pairs:
+            twin.grad = weight.grad.to(twin.dtype)
+        norm = torch.nn.utils.get_total_norm([weight.grad.to(torch.complex128) for weight in model.parameters()])
         assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(float(norm), rel=1e-6)
         optimizer.step()
         reference.step()
-    for name in ("weights", "scale"):
-        weight, other = getattr(model, name), getattr(twin, name)
-        assert torch.equal(weight, other)
-        for key, value in reference.state[other].items():
-            assert torch.equal(optimizer.state[weight][key], value)
-            assert optimizer.state[weight][key].dtype == value.dtype
+    for weight, twin in pairs:
+        assert torch.equal(weight, twin.to(weight.dtype))
+        for key, value in reference.state[twin].items():
+            assert same_bits(optimizer.state[weight][key], value)
+
+
+def test_complex_weights_and_their_state_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, loaded = Spectral(), Spectral()
+    optimizer, again = mm.from_model(model), mm.from_model(loaded)
+    for weight in model.parameters():
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
-    loaded = Spectral()
-    again = mm.from_model(loaded)
     mm.checkpoint.load(tmp_path / "saved", loaded, again)
     assert torch.equal(loaded.weights, model.weights)
     assert torch.equal(again.state[loaded.weights]["exp_avg_sq"], optimizer.state[model.weights]["exp_avg_sq"])
@@ -116,39 +136,6 @@ def test_complex_weights_are_stepped_as_torch_steps_them(tmp_path: Path) -> None
     assert torch.equal(again.state[loaded.scale]["exp_avg"], optimizer.state[model.scale]["exp_avg"])
     with pytest.raises(TypeError, match=r"torch\.view_as_real"):
         mm.from_model(Spectral(), overrides={"weights": {"algorithm": "muon", "matrices": "stack"}})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"master_dtype": torch.float64},
-        {"state_dtype": "int8"},
-        {"state_dtype": torch.bfloat16, "state_device": "cpu"},
-        {"stochastic_rounding": 1},
-    ],
-    ids=["masters", "int8", "offload", "rounding"],
-)
-def test_complex_weights_beside_settings_of_precision_are_stepped_as_torch_steps_them(settings: dict[str, Any]) -> None:
-    """The state of AdamW has the dtype of its weights; masters are weights of a wider dtype."""
-    torch.manual_seed(0)
-    model, twin = Spectral(), Spectral()
-    twin.load_state_dict(model.state_dict())
-    optimizer = mm.from_model(model, lr=1e-2, **settings)
-    if "state_device" in settings:
-        work_in_copies(optimizer)  # this CPU's state goes through the copies that a device works on
-    wide = torch.complex128 if "master_dtype" in settings else torch.complex64
-    weights = twin.weights.detach().to(wide).requires_grad_()
-    reference = torch.optim.AdamW([weights], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter) + step
-        assert model.weights.grad is not None
-        weights.grad = model.weights.grad.to(wide)
-        optimizer.step()
-        reference.step()
-    assert torch.equal(model.weights, weights.to(torch.complex64))
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(optimizer.state[model.weights][key], reference.state[weights][key])
 
 
 def test_torchs_scaler_takes_no_complex_gradients_whatever_the_optimizer() -> None:
@@ -273,3 +260,75 @@ def test_doctor_has_a_sentence_for_every_path(name: str, tmp_path: Path) -> None
     assert not diagnosis.kind
     assert len(diagnosis.faults) == 1
     assert "needed a folder or a file" in diagnosis.faults[0]
+
+
+# ------------------------------------------------------------------ complex weights under FSDP2
+
+
+class Operator(nn.Module):
+    """Weights as of a Fourier neural operator; rows that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self) -> Tensor:
+        loss = (self.weights * self.weights.conj() * (1 + 2j)).imag.sum() + self.weights.real.square().sum()
+        return loss + (self.bias**3).real.sum()
+
+
+class WithOperator(nn.Module):
+    """These weights, beside a matrix that Muon steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spectral, self.mix = Operator(), nn.Linear(4, 4)
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self.spectral() + self.mix(torch.ones(2, 4)).square().sum()
+        return loss
+
+
+def trained_by_fsdp2(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and moments after three steps under FSDP2, whole; the state in CPU memory goes through the copies."""
+    net = WithOperator()
+    fully_shard(net.spectral)  # one dtype for each call, as FSDP2 asks
+    fully_shard(net)
+    optimizer = mm.from_model(net, lr=1e-2, **settings)
+    if "state_device" in settings:
+        work_in_copies(optimizer)
+    for _ in range(3):
+        net().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    moments = {
+        f"{names[p]} {key}": optimizer.state[p][key]
+        for p in names
+        for key in ("exp_avg", "exp_avg_sq")
+        if "spectral" in names[p]
+    }
+    return gathered.whole({**dict(net.named_parameters()), **moments})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"master_dtype": torch.float32}, {"state_dtype": "int8"}, {"state_device": "cpu"}],
+    ids=["plain", "masters", "int8", "offload"],
+)
+def test_complex_weights_under_fsdp2_are_stepped_as_torch_steps_them(workers: Any, settings: dict[str, Any]) -> None:
+    net = WithOperator()
+    weights = dict(net.spectral.named_parameters())
+    decays = [{"params": [weights["weights"]], "weight_decay": 0.1}, {"params": [weights["bias"]], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(decays, lr=1e-2, betas=(0.9, 0.95))
+    for _ in range(3):
+        net().backward()
+        reference.step()
+        net.zero_grad()
+    for tensors in workers(2).run(trained_by_fsdp2, settings):
+        for name, weight in weights.items():
+            for key, value in {"": weight, **reference.state[weight]}.items():
+                if key != "step":
+                    assert torch.equal(tensors[f"spectral.{name} {key}".strip()], value), (name, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import product
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.runtime import Driver
-from tests.support import reference, writers
+from tests.support import gathered, problem, reference, writers
 from tests.support.problem import Bag
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -30,7 +31,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Any]] = {
 }
 
 
-def model_and_optimizer(dtype: torch.dtype, rule: str, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+def bag_and_optimizer(dtype: torch.dtype, rule: str, **settings: Any) -> tuple[nn.Module, mm.Muon]:
     generator = torch.Generator().manual_seed(0)
     values = {
         name: torch.randn(shape, generator=generator).to(BF16).to(dtype) for name, (shape, _) in PARAMETERS.items()
@@ -75,8 +76,8 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
     """bf16 weights with masters, and the same model in fp32 without any, written alike: every bit of a master."""
     settings, runtime = PATHS[path]
     settings = {"rule": "muon", **settings}
-    low, optimizer = model_and_optimizer(BF16, master_dtype=FP32, **settings)
-    exact, other = model_and_optimizer(FP32, **settings)
+    low, optimizer = bag_and_optimizer(BF16, master_dtype=FP32, **settings)
+    exact, other = bag_and_optimizer(FP32, **settings)
     for stepped in (optimizer, other):
         for key, value in runtime.items():
             setattr(stepped._runtime, key, value)
@@ -99,7 +100,7 @@ def test_masters_are_what_fp32_weights_would_be(how: str, path: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*without masters")
 def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str, Any], waits: bool) -> None:
     """Against the oracle in fp64, after the best weights were loaded back."""
-    model, optimizer = model_and_optimizer(BF16, "muon", compute_dtype=FP32, **settings)
+    model, optimizer = bag_and_optimizer(BF16, "muon", compute_dtype=FP32, **settings)
     optimizer._runtime.driver = Driver(waits)
     best = writers.copied(model)
     for step in range(4):
@@ -127,7 +128,7 @@ def test_a_step_after_a_load_is_a_step_of_the_loaded_weights(settings: dict[str,
 
 def test_what_was_written_is_saved(tmp_path: Path) -> None:
     """A checkpoint has the master weights alone, so these follow before they are saved."""
-    model, optimizer = model_and_optimizer(BF16, "muon", master_dtype=FP32)
+    model, optimizer = bag_and_optimizer(BF16, "muon", master_dtype=FP32)
     give_gradients(model, 0)
     optimizer.step()
     first = writers.copied(model)
@@ -135,7 +136,7 @@ def test_what_was_written_is_saved(tmp_path: Path) -> None:
     optimizer.step()
     writers.write("average", model, first)
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
-    other, loaded = model_and_optimizer(BF16, "muon", master_dtype=FP32)
+    other, loaded = bag_and_optimizer(BF16, "muon", master_dtype=FP32)
     mm.checkpoint.load(tmp_path / "saved", other, loaded)
     for (name, weight), twin in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(weight, twin), name
@@ -172,3 +173,84 @@ def test_numbers_at_the_edge(dtype: torch.dtype, waits: bool) -> None:
         master = optimizer.state[parameter]["master"]
         assert torch.equal(master.nan_to_num(5.0), expected.nan_to_num(5.0).expand_as(master))
         assert torch.equal(parameter.nan_to_num(5.0), expected.to(dtype).nan_to_num(5.0).expand_as(parameter))
+
+
+# ------------------------------------------------------------------ on ranks
+
+
+MASTERS = {"master_dtype": torch.float32}
+
+
+def trained_and_written(layout: str, how: str, **settings: Any) -> dict[str, Tensor]:
+    """Weights and state after steps of bf16 weights that are written after the second and the third step."""
+    values = {name: value.bfloat16() for name, value in problem.initial().items()}
+    result: dict[str, Tensor] = {}
+    first: writers.Saved = {}
+    for step, (model, optimizer) in enumerate(problem.steps(layout, 4, values, problem.zeroed, **settings)):
+        first = first or writers.copied(model)
+        if step in (1, 2):
+            writers.write(how, model, first)
+        result = problem.result(model, optimizer)
+    return result
+
+
+@functools.cache
+def in_one_process(how: str, **settings: Any) -> dict[str, Tensor]:
+    return trained_and_written("local", how, **settings)
+
+
+def differing_by_writer(layout: str, writing: list[str], **settings: Any) -> dict[str, list[str]]:
+    """What differs from one process, by what was written; ``shard_state`` and the like matter to ranks alone."""
+    alone = {key: value for key, value in settings.items() if key in (*MASTERS, "stochastic_rounding")}
+    return {
+        how: problem.differing(trained_and_written(layout, how, **settings), in_one_process(how, **alone))
+        for how in writing
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "settings"),
+    [
+        (2, "ddp", MASTERS),
+        (2, "ddp", {**MASTERS, "shard_state": True}),
+        (2, "fsdp", MASTERS),
+        (2, "shard1", MASTERS),
+        (2, "fsdp", {"stochastic_rounding": 3}),
+        (4, "hsdp", {**MASTERS, "shard_state": True}),
+        (4, "rows-cols", MASTERS),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*without masters")
+def test_what_is_written_is_respected_as_in_one_process(
+    workers, ranks: int, layout: str, settings: dict[str, Any]
+) -> None:
+    """One process is held against weights in fp32 and the oracle in tests/claims/test_written_weights.py."""
+    writing = ["load_state_dict", "set_model_state_dict", "normalize"] if settings == MASTERS else ["average"]
+    for differences in workers(ranks).run(differing_by_writer, layout, writing, **settings):
+        assert differences == {how: [] for how in writing}
+
+
+def after_writing(layout: str, how: str) -> dict[str, float]:
+    """How far a step of tiny size takes weights from what was written, as a share of the largest weight."""
+    values = {name: value.bfloat16() for name, value in problem.initial().items()}
+    steps = problem.steps(layout, 3, values, **MASTERS)
+    model, _ = next(steps)
+    first = writers.copied(model)
+    model, optimizer = next(steps)
+    writers.write(how, model, first)
+    written = gathered.whole(dict(model.named_parameters()))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-9
+    model, _ = next(steps)
+    return {
+        name: float((value.float() - written[name].float()).abs().max() / written[name].float().abs().max())
+        for name, value in gathered.whole(dict(model.named_parameters())).items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_tiny_step_stays_at_what_was_written(workers, layout: str) -> None:
+    """Without the mend it returns to the master weights."""
+    for how in ("load_state_dict", "clamp"):
+        for distances in workers(2).run(after_writing, layout, how):
+            assert {name: far for name, far in distances.items() if far > 2.0**-8} == {}

@@ -43,7 +43,6 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Make the CPU wait for all operations of this stream."""
         self.record_event().synchronize()
 
 
@@ -89,7 +88,6 @@ class Devices:
         return self.current if index is None else index
 
     def current_stream(self, device: Any = None) -> Any:
-        """Stands for `torch.cuda.current_stream`."""
         index = self.index(device)
         if index not in self._current:
             self._current[index] = self.stream_type(index)
@@ -97,7 +95,6 @@ class Devices:
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Stand for `torch.cuda.stream`."""
         index = self.index(stream.device)
         before = self.current_stream(index)
         with Current(index):
@@ -108,11 +105,9 @@ class Devices:
                 self._current[index] = before
 
     def set_device(self, device: Any) -> None:
-        """Stands for `torch.cuda.set_device`."""
         self.current = self.index(device)
 
     def is_capturing(self) -> bool:
-        """Stand for `torch.cuda.is_current_stream_capturing`."""
         return False
 
     def synchronize(self, device: Any = None) -> None:
@@ -136,7 +131,6 @@ _active: list[Devices] = []
 
 
 def devices() -> Devices:
-    """Return the pretended devices."""
     return _active[-1]
 
 

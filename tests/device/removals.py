@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 WAITS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 SKIPPED = ("tools/",)  # the device itself, and programs that may wait
 CASES = (
+    "bf16",
     "masters on the host",
     "metrics, state on the host",
     "another device, state on the host",

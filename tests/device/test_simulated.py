@@ -147,8 +147,6 @@ def test_what_is_taken_out_is_missed() -> None:
     assert unmissed == [
         "comm/to_owners.py",
         "numerics/kernels/pinned_copies.py",
-        "numerics/kernels/pinned_copies.py",
         "numerics/kernels/triton_launch.py",
         "step/replicas.py",
-        "step/runtime.py",
     ]

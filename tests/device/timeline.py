@@ -70,7 +70,6 @@ class Event(nothing.Event):
         self.stream.timeline.push(self.stream, self.mark)
 
     def synchronize(self) -> None:
-        """Make the CPU wait for this event."""
         if self.mark is not None and self.stream is not None:
             self.stream.timeline.run_until(self.mark)
             self.stream.timeline.host |= self.clocks
@@ -148,7 +147,6 @@ class Timeline(nothing.Devices):
         return capturing
 
     def push(self, stream: Stream, operation: Operation) -> None:
-        """Queue an operation."""
         self.is_capturing("an event")
         with self.lock:
             stream.queue.append(operation)
@@ -182,13 +180,11 @@ class Timeline(nothing.Devices):
                 raise RuntimeError("no stream can go on: each waits for another")
 
     def synchronize(self, device: Any = None) -> None:
-        """Make the CPU wait for all devices."""
         for stream in list(self.streams):
             stream.synchronize()
 
 
 def timeline() -> Timeline:
-    """Return the timeline of the simulated devices."""
     current_devices = devices()
     assert isinstance(current_devices, Timeline)
     return current_devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from tests.support import gathered, layouts, problem
+from tests.support import cases, gathered, layouts, problem
 from tests.support.meshes import mesh_of
 
 STEPS = 3
@@ -51,17 +51,18 @@ def placed_in(device: str, layout: str, values: dict[str, Tensor]) -> layouts.He
             return placements_for(len(shape))
 
         return layouts.dtensors(problem.PARAMETERS, values, mesh_of(sizes, kind=device), placements)
-    model, group = problem.hold(layout, values)
+    return cases.in_module(layout, values)
 
-    def give(gradients: dict[str, Tensor | None]) -> None:
-        for name, gradient in gradients.items():
-            parameter = model.get_parameter(name)
-            parameter.grad = None if gradient is None else problem.placed_like(parameter, gradient)
 
-    def whole(optimizer: mm.Muon) -> dict[str, Tensor]:
-        return problem.result(model, optimizer)
+def with_optimizer(device: str, layout: str, seed: int = 0, **settings: Any) -> tuple[layouts.Held, mm.Muon]:
+    placed = placed_in(device, layout, on(device, problem.initial(seed)))
+    return placed, mm.Muon(placed.groups, **placed.settings, **{**problem.SETTINGS, **EXACT, **settings})
 
-    return layouts.Held(problem.groups(model), {"process_group": group}, give, whole, dict(model.named_parameters()))
+
+def advance(device: str, placed: layouts.Held, optimizer: mm.Muon, steps: Iterable[int]) -> None:
+    for step in steps:
+        placed.give(on(device, problem.gradients(step)))
+        optimizer.step()
 
 
 def stepped(
@@ -103,8 +104,7 @@ def clipped(device: str, layout: str, policy: str) -> dict[str, float]:
     """Norms within rounding, since their terms add up in another order; then weights by the same relative amount."""
 
     def run(layout_name: str) -> tuple[list[float], dict[str, Tensor]]:
-        holding = placed_in(device, layout_name, on(device, problem.initial()))
-        optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
+        holding, optimizer = with_optimizer(device, layout_name)
         norms = []
         for step in range(STEPS):
             holding.give(on(device, problem.gradients(step)))
@@ -128,8 +128,7 @@ def clipped(device: str, layout: str, policy: str) -> dict[str, float]:
 
 def overflow(device: str, layout: str) -> dict[str, Any]:
     """The second of three steps overflows on the last rank alone: all ranks skip it, and all halve their scales."""
-    holding = placed_in(device, layout, on(device, problem.initial()))
-    optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
+    holding, optimizer = with_optimizer(device, layout)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=100)
     scaler.scale(torch.ones((), device=device))  # as the loss would be
     scales = []
@@ -142,22 +141,13 @@ def overflow(device: str, layout: str) -> dict[str, Any]:
         scaler.step(optimizer, scaler=scaler)
         scaler.update()
         scales.append(scaler.get_scale())
-    alone = placed_in(device, "local", on(device, problem.initial()))
-    optimizer_alone = mm.Muon(alone.groups, **alone.settings, **{**problem.SETTINGS, **EXACT})
-    for step in (0, 2):
-        alone.give(on(device, problem.gradients(step)))
-        optimizer_alone.step()
+    alone, optimizer_alone = with_optimizer(device, "local")
+    advance(device, alone, optimizer_alone, (0, 2))
     wrong = {} if scales == [2.0**10, 2.0**9, 2.0**9] else {"scales": scales}
     return wrong | by_how_much(alone.whole(optimizer_alone), holding.whole(optimizer))
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-def advance(device: str, holding: layouts.Held, optimizer: mm.Muon, steps: range) -> None:
-    for step in steps:
-        holding.give(on(device, problem.gradients(step)))
-        optimizer.step()
 
 
 def saved(device: str, layout: str, folder: str) -> None:
@@ -175,11 +165,11 @@ def loaded(device: str, layout: str, folder: str) -> dict[str, float]:
 
 
 def _for_a_checkpoint(device: str, layout: str, seed: int) -> tuple[layouts.Held, nn.Module, mm.Muon]:
-    holding = placed_in(device, layout, on(device, problem.initial(seed)))
-    model = nn.Module()
+    holding, optimizer = with_optimizer(device, layout, seed)
+    model = problem.Bag({})
     for name, tensor in holding.tensors.items():
-        model.register_parameter(name, tensor)  # type: ignore[arg-type]
-    return holding, model, mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
+        model.put(name, tensor)
+    return holding, model, optimizer
 
 
 # ---------------------------------------------------------------- real forward and backward passes
@@ -282,22 +272,18 @@ def deepspeed_engine(device: str, stage: int) -> list[str]:
 
 def one_rank_late(device: str, seconds: float = 3.0) -> dict[str, Any]:
     """One rank comes late to each step, the host of the others may run ahead; all end with the same bits."""
-    holding = placed_in(device, "fsdp", on(device, problem.initial()))
-    optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **EXACT})
+    holding, optimizer = with_optimizer(device, "fsdp")
     for step in range(STEPS):
         if step and dist.get_rank() == step % dist.get_world_size():
             time.sleep(seconds / 2)
-        holding.give(on(device, problem.gradients(step)))
-        optimizer.step()
+        advance(device, holding, optimizer, [step])
     return by_how_much(stepped(device, "local"), holding.whole(optimizer))
 
 
 def raises(device: str, mistake: str) -> None:
     """The last rank is given a wrong setting, or a gradient that no step takes; every rank is to raise."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    holding = placed_in(device, "ddp", on(device, problem.initial()))
-    settings = {**problem.SETTINGS, **EXACT, **({"lr": 0.03} if mistake == "setting" and last else {})}
-    optimizer = mm.Muon(holding.groups, **holding.settings, **settings)
+    holding, optimizer = with_optimizer(device, "ddp", **({"lr": 0.03} if mistake == "setting" and last else {}))
     holding.give(on(device, problem.gradients(0)))
     if mistake == "gradient" and last:
         parameter = holding.tensors["even"]

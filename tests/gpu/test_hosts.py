@@ -109,7 +109,7 @@ def no_waiting(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
+def weights_and_state(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
@@ -133,7 +133,7 @@ def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
             loss = functional.cross_entropy(model(x).float(), y)
         scaler.scale(loss * (1e6 if overflows else 1.0)).backward()
         gradients = [p.grad for p in model.parameters()]
-        before = snapshot(model, optimizer)
+        before = weights_and_state(model, optimizer)
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         scale = scaler.get_scale()
         with no_waiting(device) if step > 2 else contextlib.nullcontext():
@@ -143,7 +143,7 @@ def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
             scaler.step(optimizer, scaler=scaler)
             scaler.update()
         optimizer.zero_grad()
-        after = snapshot(model, optimizer)
+        after = weights_and_state(model, optimizer)
         assert finite == (not overflows), step
         assert scaler.get_scale() == (scale / 2 if overflows else scale)
         if overflows:
@@ -195,7 +195,7 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
         optimizer.zero_grad()  # its memory is the next pass's
         losses.append(loss.detach())
     optimizer.finish()
-    weights = {name: value.cpu() for name, value in snapshot(model, optimizer).items()}
+    weights = {name: value.cpu() for name, value in weights_and_state(model, optimizer).items()}
     return [float(loss) for loss in losses], weights
 
 

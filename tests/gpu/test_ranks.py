@@ -1,8 +1,9 @@
-"""Ranks that share one GPU over gloo: every layout steps as one process does, and with the same bits."""
+"""Ranks that share one GPU over gloo, and ranks of NCCL with a GPU each: the bits of one process in every layout."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
 
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+from tests.gpu import ranks as on_ranks
 from tests.support import problem
+from tests.support.workers import Pool
 
-STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "by torch, fp32": {"kernels": "torch", "compute_dtype": torch.float32},
@@ -25,36 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-
-
-def gradients(step: int) -> dict[str, Tensor | None]:
-    return {name: value.to(DEVICE) for name, value in problem.gradients(step).items()}
-
-
-def step(layout: str, **settings: Any) -> dict[str, Tensor]:
-    *_, (model, optimizer) = problem.steps(layout, STEPS, on_device(problem.initial()), gradients, **settings)
-    return problem.result(model, optimizer)
-
-
-def differing(layout: str, name: str) -> dict[str, float]:
-    """Return by how much tensors differ from those of one process on the same device, relative to their norms.
-
-    Scales of blocks in int8 lie where the blocks do, so they are not compared.
-    """
-    settings = SETTINGS[name]
-    alone, many = step("local", **settings), step(layout, **settings)
-    alike = [key for key in alone if name != "int8" or key in problem.PARAMETERS]
-    keys = problem.differing({key: alone[key] for key in alike}, {key: many[key] for key in alike})
-    pairs = {key: (many[key].double(), alone[key].double()) for key in keys}
-    return {key: float((a - b).norm() / b.norm().clamp(min=1e-30)) for key, (a, b) in pairs.items()}
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(("ranks", "layout"), [*product((2, 4), problem.LAYOUTS), *product((4,), problem.TWO_DIMS)])
-def test_ranks_have_the_bits_of_one_process(workers, ranks: int, layout: str, name: str) -> None:
-    by_rank = workers(ranks).run(differing, layout, name, timeout=120.0)
+def test_ranks_have_the_bits_of_one_process(workers: Callable[[int], Pool], ranks: int, layout: str, name: str) -> None:
+    by_rank = workers(ranks).run(on_ranks.of_layout, DEVICE, layout, timeout=120.0, **SETTINGS[name])
     if name == "by torch, fp32":  # cuBLAS multiplies a batch otherwise than its matrices one by one
         assert all(error < 1e-6 for errors in by_rank for error in errors.values()), by_rank
     else:
@@ -62,10 +37,10 @@ def test_ranks_have_the_bits_of_one_process(workers, ranks: int, layout: str, na
 
 
 def of_nccl(rank: int, ranks: int, port: int, results: Any) -> None:
-    """What `differing` finds in each layout, by layout and tensor, with a GPU for each rank."""
+    """What differs in each layout, by layout and tensor, with a GPU for each rank."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    errors = {layout: differing(layout, "default") for layout in problem.LAYOUTS}
+    errors = {layout: on_ranks.of_layout(DEVICE, layout) for layout in problem.LAYOUTS}
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, errors)
     if rank == 0:
@@ -73,7 +48,7 @@ def of_nccl(rank: int, ranks: int, port: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_of_nccl_have_the_bits_of_one_process() -> None:
+def test_a_gpu_for_each_rank() -> None:
     ranks = torch.cuda.device_count()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

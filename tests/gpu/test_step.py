@@ -7,41 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import muonmesh as mm
-from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
+from tests.gpu.ranks import on
 from tests.support import problem
-from tests.support.reference import reference_step
+from tests.test_optimizer import oracle
 
 
-def on_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+def after_steps(count: int, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+    """The problem's parameters on the device after so many steps."""
 
+    def gradients(step: int) -> dict[str, Any]:
+        return on(DEVICE, problem.gradients(step))
 
-def oracle(count: int) -> dict[str, Tensor]:
-    """The parameters of `tests.support.problem` after `count` steps in fp64."""
-    lr, momentum, weight_decay = (problem.SETTINGS[key] for key in ("lr", "momentum", "weight_decay"))
-    coefficients = list(coefficient_schedule("polar_express", 5))
-    settings: dict[str, dict[str, Any]] = {}
-    for name, (_, spec) in problem.PARAMETERS.items():
-        if spec == "adamw":
-            settings[name] = {"algorithm": "adamw", "lr": lr, "weight_decay": 0.05}
-        else:
-            settings[name] = {
-                "algorithm": "muon",
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "coefficients": coefficients,
-                "matrices": spec,
-            }
-    values = problem.initial()
-    state: dict[str, dict[str, Tensor]] = {}
-    for step in range(count):
-        values, state = reference_step(values, dict(problem.gradients(step)), state, settings)
-    return values
+    values = on(DEVICE, {name: value.to(dtype) for name, value in problem.initial().items()})
+    *_, last = problem.steps("local", count, values, gradients, **settings)
+    return last
 
 
 # Relative to the parameter and to what the steps changed of it.
@@ -49,14 +32,8 @@ def oracle(count: int) -> dict[str, Tensor]:
     ("dtype", "of_parameter", "of_update"), [(torch.float32, 1e-5, 1e-3), (torch.bfloat16, 2e-2, 1e-1)]
 )
 def test_one_process_is_the_oracle(dtype: torch.dtype, of_parameter: float, of_update: float) -> None:
-    expected = oracle(5)
-    *_, (model, _) = problem.steps(
-        "local",
-        5,
-        on_device(problem.initial()),
-        lambda step: dict(on_device(problem.gradients(step))),
-        compute_dtype=dtype,
-    )
+    expected, _ = oracle(5)
+    model, _ = after_steps(5, compute_dtype=dtype)
     for name, start in problem.initial().items():
         weight = model.get_parameter(name).detach().cpu().double()
         error = (weight - expected[name]).norm()
@@ -66,13 +43,7 @@ def test_one_process_is_the_oracle(dtype: torch.dtype, of_parameter: float, of_u
 
 def warm(dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, mm.Muon]:
     """A model whose first steps, which make state and plan, are done; gradients are set."""
-    *_, (model, optimizer) = problem.steps(
-        "local",
-        3,
-        on_device({name: value.to(dtype) for name, value in problem.initial().items()}),
-        lambda step: dict(on_device(problem.gradients(step))),
-        **settings,
-    )
+    model, optimizer = after_steps(3, dtype, **settings)
     torch.cuda.synchronize()
     return model, optimizer
 

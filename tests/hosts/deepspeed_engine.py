@@ -17,12 +17,13 @@ import os
 import re
 import unittest.mock
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # tests/gpu asks for a GPU
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -30,8 +31,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
 from muonmesh.clip.norm_means import means_of
@@ -42,6 +41,7 @@ from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.connection import placed_members
+from tests.support import cases, problem
 from tests.support.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -143,22 +143,26 @@ def reduced(step: int, micros: int, sources: int | None = None) -> dict[str, Ten
     return {name: torch.stack([gradients[name] for gradients in drawn]).sum(0) / len(drawn) for name in SHAPES}
 
 
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
 @contextlib.contextmanager
 def fp16_on_cpu() -> Iterator[None]:
     """DeepSpeed refuses fp16 where its accelerator says no; torch computes it on a CPU all the same."""
-    kind = type(get_accelerator())
-    honest = kind.is_fp16_supported
-    kind.is_fp16_supported = lambda self: True
-    try:
+    with unittest.mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
         yield
-    finally:
-        kind.is_fp16_supported = honest
+
+
+def as_launchers_do() -> None:
+    """Set what torchrun sets."""
+    rank = str(dist.get_rank())
+    local = "0" if get_accelerator().device_name() == "cuda" else rank  # ranks of tests/gpu share one GPU
+    os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=str(dist.get_world_size()))
 
 
 def engine_for(config: dict[str, Any], model: nn.Module | None = None, *, clip: Any = None, **optimizer: Any) -> Any:
-    rank = str(dist.get_rank())
-    local = "0" if get_accelerator().device_name() == "cuda" else rank  # ranks of tests/gpu share one GPU
-    os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=str(dist.get_world_size()))  # as launchers do
+    as_launchers_do()
     settings = {"compute_dtype": torch.float32, **OPTIMIZER, **optimizer}
     config = {"train_micro_batch_size_per_gpu": 1, **config}
     return initialize(model=model or build(), config=config, optimizer=settings, clip=clip)[0]
@@ -166,29 +170,34 @@ def engine_for(config: dict[str, Any], model: nn.Module | None = None, *, clip: 
 
 def ready() -> None:
     """What takes long the first time: to import DeepSpeed and all that an engine needs."""
-    engine_for({"zero_optimization": {"stage": 1}}).destroy()
+    engine_for(zero(1)).destroy()
     gc.collect()
     gc.freeze()  # engines look for cycles whenever they say how much memory they use
 
 
-def train(engine: Any, steps: range, *, sources: int | None = None) -> None:
+Change = Callable[[int, dict[str, Tensor]], None]
+"""Changes a step's gradients in place."""
+
+
+def train(engine: Any, steps: range, *, sources: int | None = None, change: Change = lambda *_: None) -> None:
     """Take steps; with ``sources`` that many ranks' gradients are shared out, so that the mean has no world size."""
     source = dist.get_rank() % (sources or dist.get_world_size())
     for step in steps:
         for micro in range(engine.gradient_accumulation_steps()):
-            drawn = {name: value.to(engine.device) for name, value in gradients_of(step, micro, source).items()}
-            engine.backward(engine(drawn))
+            drawn = gradients_of(step, micro, source)
+            change(step, drawn)
+            engine.backward(engine({name: value.to(engine.device) for name, value in drawn.items()}))
             engine.step()
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """The fp32 weights, whole, through DeepSpeed's own function; where it has none (stage 0), as it keeps them."""
-    gathered = {}
     if hasattr(engine.optimizer, "fp32_groups"):
         names = {id(p): name for name, p in engine.module.named_parameters()}
         groups = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
         pairs = [pair for group in groups for pair in zip(*group, strict=True)]
         return {names[id(p)]: master.detach().clone() for p, master in pairs}
+    gathered = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             whole = safe_get_full_fp32_param(parameter)
@@ -216,8 +225,13 @@ def states(engine: Any) -> dict[str, Tensor]:
         for key, value in optimizer.state[tensor].items():
             if key in STATE and value.shape == tensor.shape:
                 whole = safe_get_full_optimizer_state(parameters[name], key)
-                gathered[f"{name}.{key}"] = whole.detach().cpu().clone()
+                gathered[f"{name}.{key}"] = whole.detach().float().cpu().clone()
     return gathered
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    """Weights and states, whole, by name."""
+    return {**weights(engine), **states(engine)}
 
 
 class OneProcess:
@@ -235,23 +249,27 @@ class OneProcess:
     def step(self, gradients: dict[str, Tensor], **clip: Any) -> Any:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                parameter.grad = gradients[name].to(parameter.device, copy=True)
+                parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
         norms = self.optimizer.clip_grad_norm_(**clip) if clip else None
         self.optimizer.step()
         return norms
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p.detach().float().cpu().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def states(self) -> dict[str, Tensor]:
         tensors = {}
         for name, parameter in self.model.named_parameters():
-            state = self.optimizer.state.get(parameter, {})
-            entries = {key: value for key, value in state.items() if key in STATE and value.shape == parameter.shape}
-            tensors |= {f"{name}.{key}": value.clone() for key, value in entries.items()}
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key in STATE and value.shape == parameter.shape:
+                    tensors[f"{name}.{key}"] = value.float().cpu().clone()
+        return tensors
+
+    @property
+    def snapshot(self) -> dict[str, Tensor]:
+        return {**self.weights, **self.states}
 
 
 def differences(tensors: dict[str, Tensor], needed: dict[str, Tensor]) -> list[str]:
@@ -270,12 +288,44 @@ def dtype_of(config: dict[str, Any]) -> torch.dtype:
     return torch.float32
 
 
+@contextlib.contextmanager
+def running(config: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> Iterator[Any]:
+    """An engine, which is destroyed at the end."""
+    with fp16_on_cpu():
+        engine = engine_for(config, model, **settings)
+        yield engine
+        engine.destroy()
+
+
+@contextlib.contextmanager
+def beside(
+    config: dict[str, Any],
+    model: nn.Module | None = None,
+    *,
+    clip: Any = None,
+    single: dict[str, Any] | None = None,
+    **optimizer: Any,
+) -> Iterator[tuple[Any, OneProcess]]:
+    """A running engine, and one process with the same settings and those of ``single``."""
+    with running(config, model, clip=clip, **optimizer) as engine:
+        yield engine, OneProcess(dtype_of(config), engine.device, **{**optimizer, **(single or {})})
+
+
+def step_both(engine: Any, single: OneProcess, step: int, *, times: int = 1, **clip: Any) -> Any:
+    """Step an engine, and one process with its mean gradients so many ``times``; return the norms of the latter."""
+    train(engine, range(step, step + 1))
+    mean = reduced(step, engine.gradient_accumulation_steps())
+    return single.step({name: times * gradient for name, gradient in mean.items()}, **clip)
+
+
 def exactness(
     config: dict[str, Any],
     *,
+    between: Callable[[Any, OneProcess, int], None] = lambda *_: None,
     zero_init: bool = False,
     heads: dict[str, int] | None = None,
     use_muon: str | None = None,
+    single: dict[str, Any] | None = None,
     times: int = 1,
     **optimizer: Any,
 ) -> list[str]:
@@ -283,79 +333,51 @@ def exactness(
 
     With ``heads`` the engine's parameters have DeepSpeed's tag of so many heads, and those of one process are told.
     With ``use_muon`` those whose names it matches have DeepSpeed's tag of its own Muon, and the others deny it.
-    The gradients of one process are so many ``times`` as large.
+    ``between`` is called with both before each step. The gradients of one process are so many ``times`` as large.
     """
-    dtype = dtype_of(config)
-    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config}) if zero_init else build()
-        for name, parameter in model.named_parameters() if use_muon is not None else ():
-            parameter.use_muon = re.fullmatch(use_muon, name) is not None  # type: ignore[attr-defined]
-        if heads is not None:
-            for name, count in heads.items():
-                model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
-        engine = engine_for(config, model, **optimizer)
-        if heads is not None:
-            heads_of = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
-            optimizer["overrides"] = {**OPTIMIZER["overrides"], **heads_of}
-        single = OneProcess(dtype, engine.device, **optimizer)
+    model = build(zero_init={"train_micro_batch_size_per_gpu": 1, **config} if zero_init else None)
+    for name, parameter in model.named_parameters() if use_muon is not None else ():
+        parameter.use_muon = re.fullmatch(use_muon, name) is not None  # type: ignore[attr-defined]
+    single_settings = dict(single or {})
+    if heads is not None:
+        for name, count in heads.items():
+            model.get_parameter(name).muon_num_heads = count  # type: ignore[attr-defined]
+        matrices = {name: {"matrices": ("heads", count, 0)} for name, count in heads.items()}
+        single_settings["overrides"] = {**OPTIMIZER["overrides"], **matrices}
+    with beside(config, model, single=single_settings, **optimizer) as (engine, process):
         frozen = {name: v for name, v in computed_with(engine).items() if name.startswith("frozen")}
-        wrong = [f"before: {line}" for line in differences(weights(engine), single.weights)]
-        train(engine, range(STEPS))
+        wrong = [f"before: {line}" for line in differences(weights(engine), process.weights)]
         for step in range(STEPS):
-            gradients = reduced(step, engine.gradient_accumulation_steps())
-            single.step({name: times * gradient for name, gradient in gradients.items()})
-        wrong += differences(weights(engine), single.weights)
-        expected = {name: value.to(dtype).float() for name, value in single.weights.items()} | frozen
+            between(engine, process, step)
+            step_both(engine, process, step, times=times)
+        wrong += differences(weights(engine), process.weights)
+        dtype = dtype_of(config)
+        expected = {name: value.to(dtype).float() for name, value in process.weights.items()} | frozen
         wrong += [f"module: {line}" for line in differences(computed_with(engine), expected)]
-        if engine.zero_optimization():
-            wrong += [f"state: {line}" for line in differences(states(engine), single.states)]
-        engine.destroy()
+        # DeepSpeed's own function finds no state that has been away.
+        if engine.zero_optimization() and between is not away_and_back:
+            wrong += [f"state: {line}" for line in differences(states(engine), process.states)]
     return wrong
 
 
-def in_bf16(config: dict[str, Any]) -> list[str]:
-    """Train with master weights and state in bf16; what differs from one process whose weights and state are bf16."""
-    engine, single = engine_for(config), OneProcess(torch.bfloat16, state_dtype=torch.bfloat16, weights=torch.bfloat16)
-    train(engine, range(STEPS))
-    for step in range(STEPS):
-        single.step({name: gradient.bfloat16() for name, gradient in reduced(step, 1).items()})
-    wrong = differences(weights(engine), {name: value.float() for name, value in single.weights.items()})
-    gathered, needed = (
-        {name: value.float() for name, value in tensors.items()} for tensors in (states(engine), single.states)
-    )
-    wrong += [f"state: {line}" for line in differences(gathered, needed)]
-    engine.destroy()
-    return wrong
-
-
-def away_and_back(config: dict[str, Any]) -> tuple[str, list[str]]:
-    """Move the engine's state to the host and back after two steps; what the engine says, and what then differs."""
-    engine, single, refused = engine_for(config), OneProcess(torch.float32), ""
-    for step in range(STEPS):
-        if step == 2:
-            try:
-                engine.offload_states()
-                engine.reload_states()
-            except AssertionError as error:
-                refused = str(error)
-        train(engine, range(step, step + 1))
-        single.step(reduced(step, 1))
-    wrong = differences(weights(engine), single.weights)
-    engine.destroy()
-    return refused, wrong
+def away_and_back(engine: Any, _: OneProcess, step: int) -> None:
+    """Move the state to the host and back. At stage 3 the engine moves those of its own Adam alone, and says so."""
+    is_refused = engine.zero_optimization_stage() == 3
+    refusal = pytest.raises(AssertionError, match=r"^Offloading is supported only for DeepSpeed FusedAdam\.$")
+    if step == 2:
+        with refusal if is_refused else contextlib.nullcontext():
+            engine.offload_states()
+            engine.reload_states()
 
 
 def from_half(config: dict[str, Any]) -> bool:
     """Whether a model that was cast to fp16 before the engine was made trains on."""
-    with fp16_on_cpu():
-        engine = engine_for(config, build().half())
+    with running(config, build().half()) as engine:
         before = weights(engine)
         train(engine, range(2))
         after = weights(engine)
         finite = all(bool(weight.isfinite().all()) for weight in after.values())
-        moved = finite and not torch.equal(after["up.weight"], before["up.weight"])
-        engine.destroy()
-    return moved
+        return finite and not torch.equal(after["up.weight"], before["up.weight"])
 
 
 # ---------------------------------------------------------------- weights that other code writes
@@ -380,36 +402,21 @@ def _write(engine: Any, how: str) -> dict[str, Tensor]:
     return computed_with(engine)
 
 
-def written(config: dict[str, Any], how: str) -> list[str]:
-    """Train, write weights in between, and return what differs from one process whose weights are written alike."""
-    dtype = dtype_of(config)
-    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        engine, single = engine_for(config), OneProcess(dtype)
-        for step in range(STEPS):
-            train(engine, range(step, step + 1))
-            single.step(reduced(step, engine.gradient_accumulation_steps()))
-            if step == 1:
-                stored = _write(engine, how)
-                for name, exact in single.model.named_parameters():
-                    if exact.requires_grad:
-                        other = stored[name] != exact.detach().to(dtype).float()
-                        exact.data[other] = stored[name][other]
-            elif step == 2:  # by DeepSpeed's own function, which writes the fp32 weights alone
-                for name, parameter in engine.module.named_parameters():
-                    if name == "up.weight" and engine.zero_optimization():
-                        safe_set_full_fp32_param(parameter, values()[name] / 3)
-                        single.model.up.weight.data.copy_(values()[name] / 3)
-        wrong = differences(weights(engine), single.weights)
-        engine.destroy()
-    return wrong
+def written(how: str, engine: Any, single: OneProcess, step: int) -> None:
+    """Write weights of both alike before the third step, and fp32 weights alone before the last."""
+    if step == 2:
+        stored = _write(engine, how)
+        for name, exact in single.model.named_parameters():
+            if exact.requires_grad:
+                other = stored[name] != exact.detach().to(dtype_of(engine.config)).float()
+                exact.data[other] = stored[name][other]
+    elif step == 3 and engine.zero_optimization():
+        third = values()["up.weight"] / 3
+        safe_set_full_fp32_param(engine.module.up.weight, third)
+        single.model.up.weight.data.copy_(third)
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-def snapshot(engine: Any) -> dict[str, Tensor]:
-    """Weights and states, whole, by name."""
-    return {**weights(engine), **states(engine)}
 
 
 MEASURED = {"max_norm": 1e9, "policy": "separate", "skip_above": "1e9x"}  # counts norms; clips and skips nothing
@@ -420,33 +427,31 @@ def means(engine: Any) -> dict[str, Tensor]:
     return {"norm means": means_of(engine.basic_optimizer.param_groups, torch.device("cpu")).float()}
 
 
-class Sharded:
-    """What `OneProcess` does, under FSDP2."""
+@functools.cache
+def source() -> cases.Source:
+    """The model for the layouts of `tests.support.cases`, in the groups that `from_model` makes."""
+    groups = mm.split_params(build(), overrides=OPTIMIZER["overrides"], adamw=OPTIMIZER["adamw"])
+    parameters: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for group in groups:
+        specs = group.get("matrices") or ["adamw"] * len(group["params"])
+        for name, spec in zip(group["param_names"], specs, strict=True):
+            parameters[name] = SHAPES[name], spec or "whole"
+    return cases.Source(parameters, lambda seed: {name: values()[name] for name in parameters}, groups)
 
-    def __init__(self) -> None:
-        single = OneProcess(torch.float32)
-        self.model = fully_shard(single.model)
-        split = {key: OPTIMIZER[key] for key in ("overrides", "adamw")}
-        shared = {key: OPTIMIZER[key] for key in ("lr", "momentum")}
-        self.optimizer = mm.Muon(mm.split_params(self.model, **split), compute_dtype=torch.float32, **shared)
 
-    def train(self, steps: range) -> None:
-        for step in steps:
-            gradients = reduced(step, 1, sources=2)
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    parameter.grad = distribute_tensor(gradients[name], mesh, placements, src_data_rank=None)
-            self.optimizer.step()
+def in_layout(layout: str) -> cases.Case:
+    shared = {key: OPTIMIZER[key] for key in ("lr", "momentum")}
+    case = cases.build(layout, source(), compute_dtype=torch.float32, **shared)
+    for name in SHAPES.keys() - source().parameters.keys():  # what is frozen, or a flat buffer
+        problem.Bag.put(case.model, name, nn.Parameter(values()[name], requires_grad=False))  # type: ignore[arg-type]
+    return case
 
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                state = self.optimizer.state[parameter]
-                tensors[name] = parameter.full_tensor().detach()
-                tensors |= {f"{name}.{key}": state[key].full_tensor() for key in STATE if key in state}
-        return tensors
+
+def train_case(case: cases.Case, steps: range) -> None:
+    for step in steps:
+        gradients = reduced(step, 1, sources=2)
+        case.give({name: gradients[name] for name in source().parameters})
+        case.optimizer.step()
 
 
 def uninterrupted() -> dict[str, Tensor]:
@@ -454,96 +459,86 @@ def uninterrupted() -> dict[str, Tensor]:
     single = OneProcess(torch.float32)
     for step in range(STEPS):
         single.step(reduced(step, 1, sources=2))
-    return single.weights | single.states
+    return single.snapshot
 
 
-def save_anywhere(config: dict[str, Any] | None, folder: str) -> None:
-    """Train half of the steps under FSDP2, or in an engine with a config, and save with `muonmesh.checkpoint`."""
-    if config is None:
-        sharded = Sharded()
-        sharded.train(range(STEPS // 2))
-        mm.checkpoint.save(folder, sharded.model, sharded.optimizer)
+def save_anywhere(layout: str | dict[str, Any], folder: str) -> None:
+    """Train half of the steps in a layout, or in an engine with a config, and save with `muonmesh.checkpoint`."""
+    if isinstance(layout, str):
+        case = in_layout(layout)
+        train_case(case, range(STEPS // 2))
+        mm.checkpoint.save(folder, case.model, case.optimizer)
         return
-    engine = engine_for(config)
-    train(engine, range(STEPS // 2), sources=2)
-    mm.checkpoint.save(folder, engine, engine)
-    engine.destroy()
+    with running(layout) as engine:
+        train(engine, range(STEPS // 2), sources=2)
+        mm.checkpoint.save(folder, engine, engine)
 
 
-def load_anywhere(config: dict[str, Any] | None, folder: str) -> dict[str, Tensor]:
+def load_anywhere(layout: str | dict[str, Any], folder: str) -> dict[str, Tensor]:
     """Load that into what has trained on something else, train the other half and return weights and state."""
-    if config is None:
-        sharded = Sharded()
-        sharded.train(range(1, 2))
-        mm.checkpoint.load(folder, sharded.model, sharded.optimizer)
-        sharded.train(range(STEPS // 2, STEPS))
-        return sharded.tensors()
-    engine = engine_for(config)
-    train(engine, range(1, 2), sources=2)
-    mm.checkpoint.load(folder, engine.module, engine.optimizer)
-    before = computed_with(engine)
-    assert all(torch.equal(before[name], weight) for name, weight in weights(engine).items())
-    train(engine, range(STEPS // 2, STEPS), sources=2)
-    reached = weights(engine) | (states(engine) if engine.zero_optimization() else {})
-    engine.destroy()
-    return reached
+    if isinstance(layout, str):
+        case = in_layout(layout)
+        train_case(case, range(1, 2))
+        mm.checkpoint.load(folder, case.model, case.optimizer)
+        train_case(case, range(STEPS // 2, STEPS))
+        trained = tuple(source().parameters)
+        return {n: value for n, value in case.whole().items() if n.startswith(trained) and not n.endswith(".step")}
+    with running(layout) as engine:
+        train(engine, range(1, 2), sources=2)
+        mm.checkpoint.load(folder, engine.module, engine.optimizer)
+        before = computed_with(engine)
+        assert all(torch.equal(before[name], weight) for name, weight in weights(engine).items())
+        train(engine, range(STEPS // 2, STEPS), sources=2)
+        return weights(engine) | (states(engine) if engine.zero_optimization() else {})
 
 
 def save(config: dict[str, Any], folder: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
     """Train, save in DeepSpeed's format and in ours, and return what the next steps make of it."""
-    engine = engine_for(config, clip=MEASURED, **optimizer)
-    train(engine, range(steps), sources=2)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = group["lr"] / 4  # as a schedule would
-    engine.save_checkpoint(folder, tag="saved")
-    mm.checkpoint.save(f"{folder}/ours", engine, engine)
-    train(engine, range(steps, STEPS), sources=2)
-    reached = snapshot(engine) | means(engine)
-    engine.destroy()
-    return reached
+    with running(config, clip=MEASURED, **optimizer) as engine:
+        train(engine, range(steps), sources=2)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = group["lr"] / 4  # as a schedule would
+        engine.save_checkpoint(folder, tag="saved")
+        mm.checkpoint.save(f"{folder}/ours", engine, engine)
+        train(engine, range(steps, STEPS), sources=2)
+        return snapshot(engine) | means(engine)
 
 
 def resume(config: dict[str, Any], folder: str, how: str, *, steps: int = 2, **optimizer: Any) -> dict[str, Tensor]:
     """Load into an engine that has trained on something else, and train on."""
-    engine = engine_for(config, clip=MEASURED, **optimizer)
-    train(engine, range(1), sources=2)
-    if how == "ours":
-        mm.checkpoint.load(f"{folder}/ours", engine, engine)
-    else:
-        engine.load_checkpoint(folder, tag="saved")
-    algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
-    assert algorithms == [optimizer.get("rule", "muon"), *["adamw"] * (len(algorithms) - 1)], algorithms
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
-    assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
-    train(engine, range(steps, STEPS), sources=2)
-    reached = snapshot(engine) | means(engine)
-    engine.destroy()
-    return reached
+    with running(config, clip=MEASURED, **optimizer) as engine:
+        train(engine, range(1), sources=2)
+        if how == "ours":
+            mm.checkpoint.load(f"{folder}/ours", engine, engine)
+        else:
+            engine.load_checkpoint(folder, tag="saved")
+        algorithms = [group["algorithm"] for group in engine.optimizer.param_groups]
+        assert algorithms == [optimizer.get("rule", "muon"), *["adamw"] * (len(algorithms) - 1)], algorithms
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        assert rates == [0.005, *[0.0025] * (len(rates) - 1)], rates
+        train(engine, range(steps, STEPS), sources=2)
+        return snapshot(engine) | means(engine)
 
 
 def save_only(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
     """Train a step, save under two tags and return the weights, which move between them."""
-    engine = engine_for(config)
-    train(engine, range(1), sources=2)
-    engine.save_checkpoint(folder, tag="older")
-    train(engine, range(1, 2), sources=2)
-    engine.save_checkpoint(folder, tag="latest one")
-    gathered = computed_with(engine)
-    engine.destroy()
-    return gathered
+    with running(config) as engine:
+        train(engine, range(1), sources=2)
+        engine.save_checkpoint(folder, tag="older")
+        train(engine, range(1, 2), sources=2)
+        engine.save_checkpoint(folder, tag="latest one")
+        return computed_with(engine)
 
 
 def load_only(config: dict[str, Any], folder: str, clip: Any = None, **how: Any) -> tuple[Any, ...]:
     """Load; the weights before and after a step at rate 0, and the limit by which the engine itself clips."""
-    engine = engine_for(config, clip=clip)
-    engine.load_checkpoint(folder, **how)
-    before = computed_with(engine)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0
-    train(engine, range(1), sources=2)
-    result = before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
-    engine.destroy()
-    return result
+    with running(config, clip=clip) as engine:
+        engine.load_checkpoint(folder, **how)
+        before = computed_with(engine)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        train(engine, range(1), sources=2)
+        return before, computed_with(engine), getattr(engine.optimizer, "clip_grad", None)
 
 
 class Convolutions(nn.Module):
@@ -565,111 +560,100 @@ class Convolutions(nn.Module):
 def taken_back(config: dict[str, Any], folder: str) -> tuple[dict[str, str], list[str]]:
     """Take steps, go back to a state, take them again; each parameter's algorithm and what differs."""
     torch.manual_seed(0)
-    engine = engine_for(config, Convolutions(), overrides={})
+    with running(config, Convolutions(), overrides={}) as engine:
 
-    def steps(numbers: range) -> dict[str, Tensor]:
-        for number in numbers:
-            torch.manual_seed(10 * number + dist.get_rank())
-            engine.backward(engine(torch.randn(4, 3, 8, 8)))
-            engine.step()
-        return weights(engine)
+        def steps(numbers: range) -> dict[str, Tensor]:
+            for number in numbers:
+                torch.manual_seed(10 * number + dist.get_rank())
+                engine.backward(engine(torch.randn(4, 3, 8, 8)))
+                engine.step()
+            return weights(engine)
 
-    before = steps(range(2))
-    mm.checkpoint.save(folder, engine, engine)
-    after = steps(range(2, 4))
-    wrong = [name for name in after if torch.equal(after[name], before[name])]
-    mm.checkpoint.load(folder, engine, engine)
-    wrong += differences(weights(engine), before) + differences(steps(range(2, 4)), after)
-    groups = engine.basic_optimizer.param_groups
-    algorithms = {name: group["algorithm"] for group in groups for name in group["parameters"]}
-    engine.destroy()
-    return algorithms, wrong
+        before = steps(range(2))
+        mm.checkpoint.save(folder, engine, engine)
+        after = steps(range(2, 4))
+        wrong = [name for name in after if torch.equal(after[name], before[name])]
+        mm.checkpoint.load(folder, engine, engine)
+        wrong += differences(weights(engine), before) + differences(steps(range(2, 4)), after)
+        groups = engine.basic_optimizer.param_groups
+        algorithms = {name: group["algorithm"] for group in groups for name in group["parameters"]}
+        return algorithms, wrong
 
 
 # ---------------------------------------------------------------- what a step does
 
 
+def same_rates(engine: Any, single: OneProcess) -> list[float]:
+    """Give one process the rates of an engine's groups, and return them."""
+    rates = [float(group["lr"]) for group in engine.optimizer.param_groups]
+    for group, rate in zip(single.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return rates
+
+
 def scheduled(config: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
     """The rates at each step, by group, and what differs from one process that is given the same rates."""
-    engine, single = engine_for(config), OneProcess(torch.float32)
-    rates = []
-    for step in range(STEPS):
-        rates.append([float(group["lr"]) for group in engine.optimizer.param_groups])
-        for group, rate in zip(single.optimizer.param_groups, rates[-1], strict=True):
-            group["lr"] = rate
-        train(engine, range(step, step + 1))
-        single.step(reduced(step, 1))
-    wrong = differences(weights(engine), single.weights)
-    engine.destroy()
+    rates: list[list[float]] = []
+    wrong = exactness(config, between=lambda engine, single, _: rates.append(same_rates(engine, single)))
     return rates, wrong
 
 
 def warmed_up(config: dict[str, Any]) -> list[str]:
     """Train from rate 0 with rows of the embedding, one rank's part of it, that only the last step uses."""
-    engine, single = engine_for(config), OneProcess(torch.float32)
-    for step in range(STEPS):
-        for group, single_group in zip(engine.optimizer.param_groups, single.optimizer.param_groups, strict=True):
-            single_group["lr"] = float(group["lr"])
-        drawn, mean = gradients_of(step, 0, dist.get_rank()), reduced(step, 1)
+
+    def late_rows(step: int, gradients: dict[str, Tensor]) -> None:
         if step < STEPS - 1:
-            for gradients in (drawn, mean):
-                gradients["embed.weight"][8:] = 0.0
-        engine.backward(engine(drawn))
-        engine.step()
-        single.step(mean)
-    wrong = differences(snapshot(engine), {**single.weights, **single.states})
-    engine.destroy()
-    return wrong
+            gradients["embed.weight"][8:] = 0.0
+
+    with beside(config) as (engine, single):
+        for step in range(STEPS):
+            same_rates(engine, single)
+            train(engine, range(step, step + 1), change=late_rows)
+            mean = reduced(step, 1)
+            late_rows(step, mean)
+            single.step(mean)
+        return differences(snapshot(engine), single.snapshot)
 
 
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
     """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
-    with fp16_on_cpu():
-        engine, single = engine_for(config), OneProcess(torch.float16)
+
+    def overflow(step: int, gradients: dict[str, Tensor]) -> None:
+        if step == spoiled and dist.get_rank() == 1:
+            gradients["up.weight"][3, 5] = torch.inf
+
+    with beside(config) as (engine, single):
+        train(engine, range(STEPS), change=overflow)
         for step in range(STEPS):
-            drawn = gradients_of(step, 0, dist.get_rank())
-            if step == spoiled and dist.get_rank() == 1:
-                drawn["up.weight"][3, 5] = torch.inf
-            engine.backward(engine(drawn))
-            engine.step()
             if step != spoiled:
                 single.step(reduced(step, 1))
-        wrong = differences(snapshot(engine), {**single.weights, **single.states})
-        result = wrong, engine.skipped_steps, float(engine.optimizer.loss_scale)
-        engine.destroy()
-    return result
+        wrong = differences(snapshot(engine), single.snapshot)
+        return wrong, engine.skipped_steps, float(engine.optimizer.loss_scale)
 
 
 def clipped(
     config: dict[str, Any], clip: dict[str, Any], steps: int = STEPS
 ) -> tuple[list[str], list[tuple[Any, ...]]]:
     """What differs from one process that clips by the same policy, and both's norms."""
-    dtype = dtype_of(config)
-    with fp16_on_cpu() if dtype == torch.float16 else contextlib.nullcontext():
-        engine = engine_for(config, clip=clip)
-        single, norm_pairs = OneProcess(dtype, engine.device), []
+    norm_pairs = []
+    with beside(config, clip=clip) as (engine, single):
         for step in range(steps):
-            train(engine, range(step, step + 1))
-            norms = single.step(reduced(step, 1), **clip)
-            engine_norms = engine.basic_optimizer.norms
+            norms = step_both(engine, single, step, **clip)
+            norms_of_both = engine.basic_optimizer.norms, norms
             norm_pairs.append(
-                tuple((float(n.total), float(n.muon), float(n.adamw), bool(n.skipped)) for n in (engine_norms, norms))
+                tuple((float(n.total), float(n.muon), float(n.adamw), bool(n.skipped)) for n in norms_of_both)
             )
-        wrong = differences(weights(engine), single.weights)
-        engine.destroy()
-    return wrong, norm_pairs
+        return differences(weights(engine), single.weights), norm_pairs
 
 
 def moved_with_engine_clipping(limit: float) -> dict[float, float]:
     """How far Muon's weights move without and with DeepSpeed's own clipping."""
     moved = {}
     for clipping in (0.0, limit):
-        engine = engine_for({"zero_optimization": {"stage": 2}, "gradient_clipping": clipping}, weight_decay=0.0)
-        before = weights(engine)
-        train(engine, range(1))
-        after = weights(engine)
-        moved[clipping] = float((after["up.weight"] - before["up.weight"]).norm())
-        engine.destroy()
+        with running(zero(2) | {"gradient_clipping": clipping}, weight_decay=0.0) as engine:
+            before = weights(engine)
+            train(engine, range(1))
+            moved[clipping] = float((weights(engine)["up.weight"] - before["up.weight"]).norm())
     return moved
 
 
@@ -677,49 +661,41 @@ def moved_at_scales(stage: int, scales: list[float]) -> list[Tensor]:
     """One of Muon's weights after a step, for gradients of several sizes."""
     moved = []
     for scale in scales:
-        engine = engine_for({"zero_optimization": {"stage": stage}})
-        drawn = {name: value * scale for name, value in gradients_of(0, 0, dist.get_rank()).items()}
-        engine.backward(engine(drawn))
-        engine.step()
-        moved.append(weights(engine)["up.weight"])
-        engine.destroy()
+        with running(zero(stage)) as engine:
+            train(engine, range(1), change=lambda _, drawn, by=scale: [value.mul_(by) for value in drawn.values()])
+            moved.append(weights(engine)["up.weight"])
     return moved
 
 
 def poisoned(stage: int) -> list[str]:
     """Fill all padding of weights, momenta and gradients with NaN; what differs from one process, clipping included."""
-    engine, single = (
-        engine_for({"zero_optimization": {"stage": stage}}, clip={"max_norm": 1.0, "policy": "all"}),
-        OneProcess(torch.float32),
-    )
-    optimizer = engine.basic_optimizer
-    padding = {}
-    for muon in optimizer.muons:
-        tensor = muon.param_groups[0]["params"][0]
-        free = torch.ones(tensor.numel(), dtype=torch.bool)
-        for layout in layouts_in(muon).values():
-            for _, length, start in layout.intervals_of(dist.get_rank()):
-                free[start : start + length] = False
-        padding[id(tensor)] = free
-        tensor.data[free] = torch.nan
-        for key in STATE:
-            if key in optimizer.state[tensor]:
-                optimizer.state[tensor][key][free] = torch.nan
-    honest = optimizer.step
+    clip = {"max_norm": 1.0, "policy": "all"}
+    with beside(zero(stage), clip=clip) as (engine, single):
+        optimizer, padding = engine.basic_optimizer, {}
+        for muon in optimizer.muons:
+            tensor = muon.param_groups[0]["params"][0]
+            free = torch.ones(tensor.numel(), dtype=torch.bool)
+            for layout in layouts_in(muon).values():
+                for _, length, start in layout.intervals_of(dist.get_rank()):
+                    free[start : start + length] = False
+            padding[id(tensor)] = free
+            tensor.data[free] = torch.nan
+            for key in STATE:
+                if key in optimizer.state[tensor]:
+                    optimizer.state[tensor][key][free] = torch.nan
+        honest = optimizer.step
 
-    def step() -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                tensor.grad = tensor.grad.clone()  # DeepSpeed's own buffer has a norm of its own
-                tensor.grad[padding[id(tensor)]] = torch.nan
-        honest()
+        def step() -> None:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    tensor.grad = tensor.grad.clone()  # DeepSpeed's own buffer has a norm of its own
+                    tensor.grad[padding[id(tensor)]] = torch.nan
+            honest()
 
-    optimizer.step = step
-    train(engine, range(STEPS))
-    for number in range(STEPS):
-        single.step(reduced(number, 1), max_norm=1.0, policy="all")
-    wrong = differences(weights(engine), single.weights)
-    engine.destroy()
+        optimizer.step = step
+        for number in range(STEPS):
+            step_both(engine, single, number, **clip)
+        wrong = differences(weights(engine), single.weights)
     count = torch.tensor(sum(int(free.sum()) for free in padding.values()))
     dist.all_reduce(count)
     return wrong if count else ["there is no padding"]
@@ -727,20 +703,18 @@ def poisoned(stage: int) -> list[str]:
 
 def work_done(config: dict[str, Any]) -> dict[str, Any]:
     """What the calls of one step do on all ranks together, and where the matrices lie."""
-    engine = engine_for(config)
-    optimizer = engine.basic_optimizer
-    train(engine, range(1))
-    muons = [muon for muon in optimizer.muons if muon.param_groups[0]["algorithm"] == "muon"]
-    orthogonalized = torch.tensor([muon.counts.orthogonalized for muon in muons])
-    dist.all_reduce(orthogonalized)
-    cut = {
-        name: sorted(interval.first for intervals in layout.intervals for interval in intervals)[1:]
-        for muon in muons
-        for name, layout in layouts_in(muon).items()
-    }
-    report = {"done": int(orthogonalized.sum()), "cut": cut, "explained": str(optimizer.explain())}
-    engine.destroy()
-    return report
+    with running(config) as engine:
+        optimizer = engine.basic_optimizer
+        train(engine, range(1))
+        muons = [muon for muon in optimizer.muons if muon.param_groups[0]["algorithm"] == "muon"]
+        orthogonalized = torch.tensor([muon.counts.orthogonalized for muon in muons])
+        dist.all_reduce(orthogonalized)
+        cut = {
+            name: sorted(interval.first for intervals in layout.intervals for interval in intervals)[1:]
+            for muon in muons
+            for name, layout in layouts_in(muon).items()
+        }
+        return {"done": int(orthogonalized.sum()), "cut": cut, "explained": str(optimizer.explain())}
 
 
 def tampered(config: dict[str, Any], how: str) -> None:
@@ -787,30 +761,25 @@ def consolidated(config: dict[str, Any], folder: str) -> list[str]:
 
 def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
     """Largest distances from the fp64 oracle: of the engine and of one process."""
-    engine, single = engine_for(config, compute_dtype=dtype), OneProcess(torch.float32, compute_dtype=dtype)
-    settings: dict[str, dict[str, Any]] = {}
-    for group in single.optimizer.param_groups:
-        names, specs = group["param_names"], group.get("matrices") or [None] * len(group["params"])
-        for name, spec in zip(names, specs, strict=True):
-            shared = {"algorithm": group["algorithm"], "lr": group["lr"], "weight_decay": group["weight_decay"]}
-            muon = {
-                "momentum": group["momentum"],
-                "matrices": spec,
-                "coefficients": coefficient_schedule("polar_express", 5),
-            }
-            settings[name] = {**shared, **(muon if group["algorithm"] == "muon" else {})}
-    exact, state = {name: value.double() for name, value in single.weights.items()}, {}
-    train(engine, range(STEPS))
-    for step in range(STEPS):
-        gradients = {name: g for name, g in reduced(step, 1).items() if name in exact}
-        single.step(reduced(step, 1))
-        exact, state = reference_step(exact, gradients, state, settings)
-    far = tuple(
-        max(float((weight_set[name].double() - exact[name]).abs().max()) for name in exact)
-        for weight_set in (weights(engine), single.weights)
-    )
-    engine.destroy()
-    return far
+    with beside(config, compute_dtype=dtype) as (engine, single):
+        settings: dict[str, dict[str, Any]] = {}
+        for group in single.optimizer.param_groups:
+            names, specs = group["param_names"], group.get("matrices") or [None] * len(group["params"])
+            for name, spec in zip(names, specs, strict=True):
+                settings[name] = {key: group[key] for key in ("algorithm", "lr", "weight_decay")}
+                if group["algorithm"] == "muon":
+                    coefficients = coefficient_schedule("polar_express", 5)
+                    settings[name] |= {"momentum": group["momentum"], "matrices": spec, "coefficients": coefficients}
+        exact, state = {name: value.double() for name, value in single.weights.items()}, {}
+        for step in range(STEPS):
+            step_both(engine, single, step)
+            gradients = {name: g for name, g in reduced(step, 1).items() if name in exact}
+            exact, state = reference_step(exact, gradients, state, settings)
+        engine_far, single_far = (
+            max(float((weight_set[name].double() - exact[name]).abs().max()) for name in exact)
+            for weight_set in (weights(engine), single.weights)
+        )
+    return engine_far, single_far
 
 
 # ---------------------------------------------------------------- tensor and expert parallelism
@@ -1005,9 +974,9 @@ def held_experts(engine: Any) -> dict[str, Tensor]:
     return merged
 
 
-def experts_engine(config: dict[str, Any], kind: str, seed: int) -> Any:
+def experts_engine(config: dict[str, Any], kind: str, seed: int) -> contextlib.AbstractContextManager[Any]:
     torch.manual_seed(seed)
-    return engine_for(config, Experts(int(kind)), overrides={}, adamw={"lr": 0.01})
+    return running(config, Experts(int(kind)), overrides={}, adamw={"lr": 0.01})
 
 
 def train_experts(engine: Any, steps: range) -> None:
@@ -1019,49 +988,38 @@ def train_experts(engine: Any, steps: range) -> None:
 
 def save_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train and save; everything as it is then, and after two more steps."""
-    engine = experts_engine(config, kind, 0)
-    train_experts(engine, range(2))
-    mm.checkpoint.save(folder, engine, engine)
-    saved = held_experts(engine)
-    train_experts(engine, range(2, 4))
-    result = saved, held_experts(engine)
-    engine.destroy()
-    return result
+    with experts_engine(config, kind, 0) as engine:
+        train_experts(engine, range(2))
+        mm.checkpoint.save(folder, engine, engine)
+        saved = held_experts(engine)
+        train_experts(engine, range(2, 4))
+        return saved, held_experts(engine)
 
 
 def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Load into what has trained on something else; everything as it is then, and after two more steps."""
-    engine = experts_engine(config, kind, 7)
-    train_experts(engine, range(5, 6))
-    mm.checkpoint.load(folder, engine, engine)
-    loaded = held_experts(engine)
-    computed = {name for name, p in engine.module.named_parameters() if not bool(p.isfinite().all())}
-    assert not computed
-    train_experts(engine, range(2, 4))
-    result = loaded, held_experts(engine)
-    engine.destroy()
-    return result
+    with experts_engine(config, kind, 7) as engine:
+        train_experts(engine, range(5, 6))
+        mm.checkpoint.load(folder, engine, engine)
+        loaded = held_experts(engine)
+        computed = {name for name, p in engine.module.named_parameters() if not bool(p.isfinite().all())}
+        assert not computed
+        train_experts(engine, range(2, 4))
+        return loaded, held_experts(engine)
 
 
 def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:
     """Load into a plain module that one process has to itself; what differs from what is needed."""
-    model = nn.Module()
     groups: dict[str, dict[str, Any]] = {
         key: {"name": key, "algorithm": key.split()[0], "params": [], "param_names": []}
         for key in ("muon", "adamw", "adamw of vectors")
     }
     weights = {name: value for name, value in needed.items() if name.rpartition(".")[2] not in STATE}
+    model = problem.Bag({name: torch.zeros_like(value) for name, value in weights.items()})
     for name, value in weights.items():
-        *path, key = name.split(".")
-        owner = model
-        for part in path:
-            owner.add_module(part, owner._modules.get(part) or nn.Module())
-            owner = owner.get_submodule(part)
-        owner.register_parameter(key, nn.Parameter(torch.zeros_like(value)))
         kind = "muon" if f"{name}.momentum_buffer" in needed else "adamw" if value.ndim > 1 else "adamw of vectors"
-        group = groups[kind]
-        group["params"].append(model.get_parameter(name))
-        group["param_names"].append(name)
+        groups[kind]["params"].append(model.get_parameter(name))
+        groups[kind]["param_names"].append(name)
     for key, buffer in Experts(1).named_buffers():
         model.get_submodule(key.rpartition(".")[0]).register_buffer(key.rpartition(".")[2], buffer)
     optimizer = mm.Muon(list(groups.values()), process_group="local", compute_dtype=torch.float32)

@@ -109,41 +109,31 @@ def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     return result_of
 
 
-def test_ddp_is_a_plain_loop(ddp: Callable[[int], dict[str, Any]]) -> None:
-    result = ddp(2)
-    assert result["type"] == DistributedType.MULTI_CPU
-    assert len(result["given"]) == BATCHES // 2
-    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
-
-
-# DeepSpeed sums micro-batches in another order, so it is given one a step.
-@pytest.mark.parametrize(("how", "micro"), [("fsdp2", 2), ("zero2", 1), ("zero3", 1)])
-def test_other_ways_are_ddp(workers: Any, ddp: Any, tmp_path: Path, how: str, micro: int) -> None:
-    expected = ddp(micro)
-    result = workers(2).run(train, how, str(tmp_path), micro, timeout=90.0)[0]
-    assert result["type"] == (DistributedType.FSDP if how == "fsdp2" else DistributedType.DEEPSPEED)
-    if how != "zero2":  # FSDP2's norm, by which it clips, and ZeRO-3's backward round otherwise: other gradients
-        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+# DeepSpeed sums micro-batches in another order, so it is given one a step. TP's shards `save_state` cannot write.
+@pytest.mark.parametrize(
+    ("how", "ranks", "micro"),
+    [("ddp", 2, 2), ("fsdp2", 2, 2), ("tp", 2, 2), ("hsdp", 4, 2), ("zero2", 2, 1), ("zero3", 2, 1)],
+)
+def test_every_way_is_a_plain_loop_and_resumes(
+    workers: Any, ddp: Any, tmp_path: Path, how: str, ranks: int, micro: int
+) -> None:
+    result = workers(ranks).run(train, how, str(tmp_path), micro, timeout=120.0)[0]
+    kinds = {"ddp": DistributedType.MULTI_CPU, "fsdp2": DistributedType.FSDP, "hsdp": DistributedType.FSDP}
+    if how.startswith("zero"):
+        kinds[how] = DistributedType.DEEPSPEED
+    assert result["type"] == kinds.get(how, result["type"])
+    placements = {placed.replace("_S", "S") for placed in result["placements"]}
+    assert how != "hsdp" or placements == {"(Replicate(), Shard(dim=0))"}
+    if how.startswith("zero"):
+        assert result["losses"] == pytest.approx(ddp(micro)["losses"], rel=0 if how == "zero2" else 1e-4)
     else:
-        assert result["losses"] == expected["losses"]
-        assert different(result["weights"][-1], expected["weights"][-1]) == []
-    if how == "fsdp2":
+        assert len(result["given"]) == BATCHES // 2
         assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
-    resumed = workers(2).run(train, how, str(tmp_path), micro, resume=True, timeout=90.0)[0]
-    assert resumed["losses"] == result["losses"][BATCHES // 2 :]
-    assert different(resumed["weights"][-1], result["weights"][-1]) == []
-
-
-def test_tensor_parallelism_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
-    result = workers(2).run(train, "tp", str(tmp_path), 2, timeout=90.0)[0]
-    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
-
-
-def test_hsdp_on_four_ranks_is_a_plain_loop(workers: Any, tmp_path: Path) -> None:
-    result = workers(4).run(train, "hsdp", str(tmp_path), 2, timeout=120.0)[0]
-    assert {placed.replace("_S", "S") for placed in result["placements"]} == {"(Replicate(), Shard(dim=0))"}
-    assert len(result["given"]) == BATCHES // 2
-    assert different(result["weights"][-1], replayed(llama(), result["given"], **SETTINGS)) == []
-    resumed = workers(4).run(train, "hsdp", str(tmp_path), 2, resume=True, timeout=120.0)[0]
-    assert resumed["losses"] == result["losses"][BATCHES // 2 :]
-    assert different(resumed["weights"][-1], result["weights"][-1]) == []
+    if how == "fsdp2":  # whose norm, by which it clips, rounds otherwise, as ZeRO-3's backward does
+        assert result["losses"] == pytest.approx(ddp(micro)["losses"], rel=1e-4)
+    if how == "zero2":
+        assert different(result["weights"][-1], ddp(micro)["weights"][-1]) == []
+    if how not in ("ddp", "tp"):
+        resumed = workers(ranks).run(train, how, str(tmp_path), micro, resume=True, timeout=120.0)[0]
+        assert resumed["losses"] == result["losses"][BATCHES // 2 :]
+        assert different(resumed["weights"][-1], result["weights"][-1]) == []

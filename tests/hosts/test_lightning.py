@@ -136,7 +136,7 @@ def rows(folder: Path, version: str) -> list[dict[str, str]]:
     return [merged[step] for step in sorted(merged, key=int)]
 
 
-def trained_twice(folder: Path, how: str) -> dict[str, Any]:
+def trainer_twice(folder: Path, how: str) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched(**LAUNCHED):
         before = weights(Model())
@@ -168,13 +168,14 @@ def check(result: dict[str, Any]) -> None:
             assert math.isfinite(float(row["muon/adamw.embeddings/gradient_rms"]))
 
 
-def test_a_trainer_in_one_process(tmp_path: Path) -> None:
-    check(trained_twice(tmp_path, ""))
+def results_on(workers: Any, function: Any, how: str, folder: Path) -> list[dict[str, Any]]:
+    """What a function returns on two ranks; in this process, where nothing is parallel."""
+    return workers(2).run(function, folder, how, timeout=300) if how else [function(folder, how)]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("how", ["", "ddp", "fsdp2", "tp"])
 def test_a_trainer_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
-    for result in workers(2).run(trained_twice, tmp_path, how, timeout=300):
+    for result in results_on(workers, trainer_twice, how, tmp_path):
         check(result)
 
 
@@ -263,7 +264,7 @@ def test_modules_that_are_unfrozen_without_an_algorithm_are_refused(tmp_path: Pa
 # ------------------------------------------------------------------ Fabric
 
 
-def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
+def fabric_loop(folder: Path, how: str) -> dict[str, Any]:
     """Three steps, saved whole, three more; again from what was saved; and the same gradients in one process."""
     with launched(**LAUNCHED):
         strategy: Any = how or "auto"
@@ -317,22 +318,14 @@ def fabric_loop(how: str, folder: Path) -> dict[str, Any]:
         }
 
 
-def check_fabric(result: dict[str, Any]) -> None:
-    assert result["plain loop"] == []
-    assert result["resumed"] == []
-    assert result["losses"][0] == result["losses"][1]
-    assert result["skipped"] == (True, [])
-    assert result["figures"]["muon/update_to_weight"] > 0
-
-
-def test_fabric_in_one_process(tmp_path: Path) -> None:
-    check_fabric(fabric_loop("", tmp_path))
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("how", ["", "ddp", "fsdp2", "tp"])
 def test_fabric_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
-    for result in workers(2).run(fabric_loop, how, tmp_path, timeout=300):
-        check_fabric(result)
+    for result in results_on(workers, fabric_loop, how, tmp_path):
+        assert result["plain loop"] == []
+        assert result["resumed"] == []
+        assert result["losses"][0] == result["losses"][1]
+        assert result["skipped"] == (True, [])
+        assert result["figures"]["muon/update_to_weight"] > 0
 
 
 def test_a_setting_that_nobody_knows_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""convert_settings and checkpoint.convert against the packages themselves: our steps end where theirs do.
+"""convert_settings and checkpoint.convert against the packages themselves: our steps end where peer_weights do.
 
 All of them compute in bf16, and so do we here, so two steps of the same formula differ by about a percent; a setting
 that is read wrongly differs by five or more. The formulas are compared to 1e-5 in `tests/tools/test_migration.py`.
@@ -6,10 +6,10 @@ that is read wrongly differs by five or more. The formulas are compared to 1e-5 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,98 +31,51 @@ def _operations_one_by_one() -> Iterator[None]:
         yield
 
 
-def groups(weights: Weights, matrices: dict[str, Any], rest: dict[str, Any]) -> list[dict[str, Any]]:
-    chosen = [weights["wide"], weights["tall"]]
-    return [{"params": chosen, **matrices}, {"params": [weights["table"]], **rest}]
+PACKAGES = {"keller_jordan": "muon", "deepspeed": "deepspeed.runtime.zero.muon.original_muon"}
+"""Which module each package's optimizer is in; both have the class under one name."""
+NAMES = ("wide", "tall", "table")
 
 
-def keller_jordan(weights: Weights) -> Optimizer:
-    from muon import SingleDeviceMuonWithAuxAdam
-
-    matrices = {"use_muon": True, "lr": 0.03, "momentum": 0.9, "weight_decay": 0.4}
-    rest = {"use_muon": False, "lr": 0.002, "betas": (0.8, 0.9), "weight_decay": 0.2}
-    optimizer: Optimizer = SingleDeviceMuonWithAuxAdam(groups(weights, matrices, rest))
+def package_s(name: str, weights: Weights) -> Optimizer:
+    matrices = {"params": [weights["wide"], weights["tall"]], "use_muon": True, "momentum": 0.9}
+    rest = {"params": [weights["table"]], "use_muon": False, "lr": 0.002, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    kind = importlib.import_module(PACKAGES[name]).SingleDeviceMuonWithAuxAdam
+    optimizer: Optimizer = kind([{**matrices, "lr": 0.03, "weight_decay": 0.4}, rest])
     return optimizer
 
 
-def deepspeed(weights: Weights) -> Optimizer:
-    from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuonWithAuxAdam
-
-    matrices = {"use_muon": True, "lr": 0.03, "momentum": 0.9, "weight_decay": 0.4}
-    rest = {"use_muon": False, "lr": 0.002, "betas": (0.8, 0.9), "weight_decay": 0.2}
-    optimizer: Optimizer = SingleDeviceMuonWithAuxAdam(groups(weights, matrices, rest))
-    return optimizer
+def give(weights: Weights, seed: int) -> None:
+    for number, name in enumerate(NAMES):
+        weights[name].grad = random(*SHAPES[name], seed=10 * seed + number)
 
 
-def ends(package: Callable[[Weights], Optimizer], names: tuple[str, ...]) -> dict[str, float]:
-    """How far our three steps end from theirs, relative to the way."""
-    start = {name: random(*SHAPES[name], seed=seed) for seed, name in enumerate(names)}
-    their_weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-    peer = package(their_weights)
-    settings = mm.convert_settings(peer)
-    rest = settings.pop("adamw")
+@pytest.mark.parametrize("before", [None, "optimizer", "state dict"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_our_next_steps_end_where_the_package_s_do(package: str, before: str | None) -> None:
+    """Three steps from the start; or one after three of the package, with its state by `checkpoint.convert`."""
+    peer_weights = {name: nn.Parameter(random(*SHAPES[name], seed=seed)) for seed, name in enumerate(NAMES)}
+    peer = package_s(package, peer_weights)
+    for seed in (1, 2, 3) if before else ():
+        give(peer_weights, seed)
+        peer.step()
+    start = {name: weight.detach().clone() for name, weight in peer_weights.items()}
     weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-    matrices = [weight for name, weight in weights.items() if name != "table"]
-    optimizer = mm.Muon(
-        [{"params": matrices}, {"params": [weights["table"]], "algorithm": "adamw", **rest}], **settings
-    )
-    for seed in (1, 2, 3):
-        for name, weight in weights.items():
-            weight.grad = random(*SHAPES[name], seed=10 * seed)
-            their_weights[name].grad = weight.grad.clone()
+    settings = mm.convert_settings(peer)
+    groups = [[(name, weights[name]) for name in names] for names in (NAMES[:2], NAMES[2:])]
+    rest = {"params": groups[1], "algorithm": "adamw", **settings.pop("adamw")}
+    optimizer = mm.Muon([{"params": groups[0]}, rest], **settings)
+    if before:
+        source = (peer, None) if before == "optimizer" else (peer.state_dict(), package)
+        order = [[name for name, _ in group] for group in groups]
+        state = checkpoint.convert(source[0], optimizer, package=source[1], params=order)  # type: ignore[arg-type]
+        optimizer.load_state_dict(state)
+    for seed in (4,) if before else (1, 2, 3):
+        give(weights, seed)
+        give(peer_weights, seed)
         optimizer.step()
         peer.step()
     with torch.no_grad():
-        return {
-            name: float((weights[name] - their_weights[name]).norm() / (their_weights[name] - start[name]).norm())
-            for name in names
-        }
-
-
-@pytest.mark.parametrize("package", [keller_jordan, deepspeed], ids=lambda package: package.__name__)
-def test_our_steps_end_where_the_package_s_do(package: Callable[[Weights], Optimizer]) -> None:
-    names = ("wide", "tall", "table")
-    apart = ends(package, names)
-    assert apart.pop("table") < 1e-4
-    assert max(apart.values()) < 0.03, apart
-
-
-@pytest.mark.parametrize("live", [True, False], ids=["optimizer", "state dict"])
-@pytest.mark.parametrize("package", [keller_jordan, deepspeed], ids=lambda package: package.__name__)
-def test_our_next_step_ends_where_the_package_s_does(package: Callable[[Weights], Optimizer], live: bool) -> None:
-    """Three steps by the package, its state taken along by `checkpoint.convert`, and one more step by each."""
-    names = ("wide", "tall", "table")
-    their_weights = {name: nn.Parameter(random(*SHAPES[name], seed=seed)) for seed, name in enumerate(names)}
-    peer = package(their_weights)
-
-    def give(weights: Weights, seed: int) -> None:
-        for name, weight in weights.items():
-            weight.grad = random(*SHAPES[name], seed=10 * seed + names.index(name))
-
-    for seed in (1, 2, 3):
-        give(their_weights, seed)
-        peer.step()
-    start = {name: weight.detach().clone() for name, weight in their_weights.items()}
-    weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
-    settings = mm.convert_settings(peer)
-    rest = settings.pop("adamw")
-    groups = [
-        [(name, weight) for name, weight in weights.items() if (name == "table") == last] for last in (False, True)
-    ]
-    optimizer = mm.Muon([{"params": groups[0]}, {"params": groups[1], "algorithm": "adamw", **rest}], **settings)
-    order = [[name for name, _ in group] for group in groups]
-    source = (peer, None) if live else (peer.state_dict(), package.__name__)
-    state = checkpoint.convert(source[0], optimizer, package=source[1], params=order)  # type: ignore[arg-type]
-    optimizer.load_state_dict(state)
-    for weight_set in (weights, their_weights):
-        give(weight_set, 4)
-    optimizer.step()
-    peer.step()
-    with torch.no_grad():
-        apart = {
-            name: float((weights[name] - their_weights[name]).norm() / (their_weights[name] - start[name]).norm())
-            for name in names
-        }
+        apart = {n: float((weights[n] - peer_weights[n]).norm() / (peer_weights[n] - start[n]).norm()) for n in NAMES}
     assert apart.pop("table") < 1e-4
     assert max(apart.values()) < 0.03, apart
 

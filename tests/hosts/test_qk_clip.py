@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +12,19 @@ from torch import Tensor
 import muonmesh as mm
 from muonmesh.integrations.deepspeed import initialize
 from tests.hosts import deepspeed_engine as ds
-from tests.hosts.test_deepspeed import BF16, launch, zero
+from tests.hosts.deepspeed_engine import zero
 from tests.support import models
 from tests.support.workers import Pool
 
+BF16 = {"bf16": {"enabled": True}}
 NAME = "model.layers.1.self_attn"
 LARGEST = torch.tensor([400.0, 1.0, 100.0, 144.0, 2.0, -5.0, 900.0, 99.0])
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    yield from launch()
 
 
 def clipped(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Take steps at rate 0, so that nothing but the clip changes; return what is changed, and what is wrong."""
     config = {"train_micro_batch_size_per_gpu": 1, **config}
-    ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    ds.as_launchers_do()
     settings = {"lr": 0.0, "adamw": {"lr": 0.0}}
     engine = initialize(model=models.build("llama"), config=config, optimizer=settings)[0]
     clip = mm.QKClip(engine.module, threshold=100.0, optimizer=engine.optimizer)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,16 +14,11 @@ from transformers.pytorch_utils import Conv1D
 import muonmesh as mm
 from muonmesh.integrations.deepspeed import initialize
 from tests.hosts import deepspeed_engine as ds
-from tests.hosts.test_deepspeed import launch, zero
+from tests.hosts.deepspeed_engine import zero
 from tests.support.workers import Pool
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 FUSED, SPLIT = "transformer.h.0.attn.c_attn.weight", ("transposed", ("rows", 16, 16, 16))
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    yield from launch()
 
 
 def build() -> nn.Module:
@@ -45,7 +38,7 @@ def decided_roles(groups: Any) -> dict[str, Any]:
 
 def shown_roles() -> tuple[bool, list[int], Any, str]:
     """Whether a partitioned model has the roles of a whole one; what this rank has of a weight; how it is split."""
-    ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    ds.as_launchers_do()
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = build()
     example = {"input_ids": torch.ones(1, 6, dtype=torch.int64)}
@@ -75,7 +68,7 @@ class Gates(nn.Module):
 
 def warned_roles() -> str:
     """What the first step says of a weight whose split was guessed."""
-    ds.os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE="2")
+    ds.as_launchers_do()
     engine = initialize(model=Gates(), config=CONFIG, optimizer={"lr": 0.01, "adamw": {"lr": 0.01}})[0]
     engine.backward(engine(torch.ones(1, 6, dtype=torch.int64)).float().square().mean())
     with pytest.warns(UserWarning, match="first training forward") as caught:

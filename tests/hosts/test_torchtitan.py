@@ -48,7 +48,7 @@ def train(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, l
     return trainer, inputs, before
 
 
-def trained_twice(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
+def titan_twice(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched():
         trainer, inputs, before = train(folder, **parallelism)
@@ -104,7 +104,7 @@ def check(result: dict[str, Any]) -> None:
     ids=["one", "FSDP2", "TP", "HSDP", "FSDP2 over TP"],
 )
 def test_the_trainer(workers, ranks: int, parallelism: dict[str, int], placement: str, tmp_path: Path) -> None:
-    for result in workers(ranks).run(trained_twice, tmp_path, parallelism, timeout=300):
+    for result in workers(ranks).run(titan_twice, tmp_path, parallelism, timeout=300):
         check(result)
         assert any(placement in placed.replace("_S", "S") for placed in result["placed"]), result["placed"]
 

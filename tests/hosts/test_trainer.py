@@ -88,27 +88,30 @@ def check(
     assert all(entry["muon/gradient_rms"] > 0 and entry["muon/update_rms"] > 0 for entry in logged)
 
 
-def test_in_one_process(tmp_path: Path) -> None:
-    whole = train(str(tmp_path), "alone")
-    check(*whole)
-    assert different(train(str(tmp_path), "alone", resume=True)[2][-1], whole[2][-1]) == []
+WRAPPED = {
+    "alone": "LlamaForCausalLM",
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDPLlamaForCausalLM",
+    "tp": "LlamaForCausalLM",
+}
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_on_two_ranks(workers: Any, tmp_path: Path, how: str) -> None:
-    first, second = workers(2).run(train, str(tmp_path), how, timeout=90.0)
-    assert first[0] == {"ddp": "DistributedDataParallel", "fsdp2": "FSDPLlamaForCausalLM"}[how]
+@pytest.mark.parametrize("how", WRAPPED)
+def test_a_trainer_is_a_plain_loop_and_resumes(workers: Any, tmp_path: Path, how: str) -> None:
+    """But under tensor parallelism, which a Trainer does not save."""
+
+    def trained(**resume: Any) -> list[tuple[Any, ...]]:
+        arguments = train, str(tmp_path), how
+        return [train(*arguments[1:], **resume)] if how == "alone" else workers(2).run(*arguments, **resume, timeout=90)
+
+    first, *others = trained()
+    assert first[0] == WRAPPED[how]
     check(*first)
-    assert different(first[2][-1], second[2][-1]) == []
-    resumed = workers(2).run(train, str(tmp_path), how, resume=True, timeout=90.0)
-    assert losses(resumed[0][3])[-2:] == losses(first[3])[-2:]
-    assert different(resumed[0][2][-1], first[2][-1]) == []
-
-
-def test_under_tensor_parallelism(workers: Any, tmp_path: Path) -> None:
-    first, _ = workers(2).run(train, str(tmp_path), "tp", timeout=90.0)
-    assert first[0] == "LlamaForCausalLM"
-    check(*first)
+    assert all(different(first[2][-1], other[2][-1]) == [] for other in others)
+    if how != "tp":
+        resumed = trained(resume=True)[0]
+        assert losses(resumed[3])[-2:] == losses(first[3])[-2:]
+        assert different(resumed[2][-1], first[2][-1]) == []
 
 
 def train_zero(

@@ -74,40 +74,29 @@ def check(trainer: Trainer, inputs: list[Given], snapshots: list[dict[str, torch
     assert all(entry["muon/update_rms"] > 0 for entry in logged)
 
 
-@pytest.mark.parametrize("make", [sft, dpo])
-def test_a_trainer_of_trl_is_a_plain_loop_and_resumes(tmp_path: Path, make: Any) -> None:
+def trained_and_resumed(folder: Path, make: Any) -> tuple[str, dict[str, torch.Tensor]]:
+    """Train, and again from the middle; return what the model was wrapped in and the weights."""
     with launched():
-        trainer, watch = make(tmp_path)
+        trainer, watch = make(folder)
         trainer.train()
         check(trainer, watch.inputs, watch.weights)
-        again, _ = make(tmp_path)
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        again, _ = make(folder)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         assert losses(again.state.log_history) == losses(trainer.state.log_history)
         assert different(weights(again.model), watch.weights[-1]) == []
+        return type(trainer.model_wrapped).__name__, watch.weights[-1]
 
 
-def on_a_rank(folder: Path) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Train with both trainers, and again from the middle; return what they were wrapped in and the weights."""
-    wrapped, ends = [], []
-    for make in (sft, dpo):
-        with launched():
-            trainer, watch = make(folder / make.__name__)
-            trainer.train()
-            check(trainer, watch.inputs, watch.weights)
-            wrapped.append(type(trainer.model_wrapped).__name__)
-            ends.append(watch.weights[-1])
-            again, _ = make(folder / make.__name__)
-            again.train(resume_from_checkpoint=str(folder / make.__name__ / "checkpoint-2"))
-            assert losses(again.state.log_history) == losses(trainer.state.log_history)
-            assert different(weights(again.model), ends[-1]) == []
-    return wrapped, *ends
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_a_trainer_of_trl_is_a_plain_loop_and_resumes(tmp_path: Path, make: Any) -> None:
+    trained_and_resumed(tmp_path, make)
 
 
-def test_two_ranks_are_a_plain_loop_and_resume_too(workers: Any, tmp_path: Path) -> None:
-    first, second = workers(2).run(on_a_rank, tmp_path, timeout=300.0)
-    for wrapped, after_sft, after_dpo in (first, second):
-        assert wrapped == ["DistributedDataParallel"] * 2
-        assert different(after_sft, first[1]) == different(after_dpo, first[2]) == []
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_two_ranks_are_a_plain_loop_and_resume_too(workers: Any, tmp_path: Path, make: Any) -> None:
+    first, second = workers(2).run(trained_and_resumed, tmp_path, make, timeout=300.0)
+    assert first[0] == second[0] == "DistributedDataParallel"
+    assert different(first[1], second[1]) == []
 
 
 def test_adapters_by_muon(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
 from muonmesh.integrations.megatron.refusals import refuse_state
+from tests.support.stamps import stamped as with_attributes
 
 COVERS = (
     "integrations.megatron.refusals.refuse_state",
@@ -34,10 +35,7 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 
 
 def stamped(*shape: int, **attributes: Any) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(shape))
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-    return parameter
+    return with_attributes(torch.zeros(shape), attributes)
 
 
 COLUMN = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2}
@@ -64,28 +62,12 @@ def test_one_process_declares_nothing() -> None:
     assert declared_layouts([("fc1.weight", stamped(4, 3, **COLUMN))], tensor_parallel=None, data_parallel=None) == {}
 
 
-def test_groups_of_one_rank_split_nothing(one_rank: dist.ProcessGroup) -> None:
-    """Megatron marks weights as sharded at tensor-parallel size 1 too."""
-    parameters = {"module.fc1.weight": stamped(4, 3, **COLUMN), "module.norm.weight": stamped(3)}
-    layouts = declared_layouts(parameters.items(), tensor_parallel=one_rank, data_parallel=dist.new_group([0]))
-    assert list(layouts) == ["fc1.weight", "norm.weight"]
-    for mesh, placements in layouts.values():
-        assert (mesh.mesh.tolist(), mesh.mesh_dim_names) == ([[0]], ("data", "tensor"))
-        assert placements == (Replicate(), Replicate())
-
-
 def test_a_missing_group_is_this_rank_alone(one_rank: dist.ProcessGroup) -> None:
     named = [("fc1.weight", stamped(4, 3, **COLUMN))]
     assert declared_layouts(named, tensor_parallel=None, data_parallel=None) == {}
     for name, tensor, data in (("data", None, one_rank), ("tensor", one_rank, None)):
         mesh, placements = declared_layouts(named, tensor_parallel=tensor, data_parallel=data)["fc1.weight"]
         assert (mesh.mesh.tolist(), mesh.mesh_dim_names, placements) == ([0], (name,), (Replicate(),))
-
-
-def test_parameters_share_a_mesh(one_rank: dist.ProcessGroup) -> None:
-    named = [(name, stamped(2, 2)) for name in "abc"]
-    layouts = declared_layouts(named, tensor_parallel=one_rank, data_parallel=dist.new_group([0]))
-    assert len({id(mesh) for mesh, _ in layouts.values()}) == 1
 
 
 def test_a_dtensor_says_itself_where_it_lives(one_rank: dist.ProcessGroup) -> None:

@@ -8,24 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError
 from muonmesh.integrations.megatron import declared_layouts
-from muonmesh.layout import MeshLayout
-from tests.support.stamps import groups_of, shard, stamped
+from tests.support.stamps import Weights, declared_layouts_of, groups_of, stamped
 
 COVERS = (
     "integrations.megatron.declared.declared_layouts",
     "integrations.megatron.layouts.layout_of",
 )
 
-# name: (global shape, dim that is cut or None, pieces in each shard, attributes)
-WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
+WEIGHTS: Weights = {
     "qkv.weight": ((12, 5), 0, 1, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}),
     "qkv.bias": ((12,), 0, 1, {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}),
     "proj.weight": ((5, 12), 1, 1, {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1}),
@@ -39,50 +35,27 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]] = {
 }
 
 
-def local_part(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any, rank: int, whole: Tensor) -> Tensor:
-    """The local tensor that the layout says a rank holds."""
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    layout = MeshLayout(shape, tuple(mesh.mesh.shape), ranks, placements_of("w", placements))
-    layout.prove_cover()
-    local = torch.full(layout.local_shape(rank), -1.0)
-    for block in layout.blocks(rank):
-        region = block.region
-        box = tuple(slice(first, first + count) for first, count in zip(region.offset, region.shape, strict=True))
-        local.as_strided(region.shape, block.strides, block.start).copy_(whole[box])
-    return local
-
-
-def differing(grid: list[list[int]]) -> list[str]:
+def declared(grid: list[list[int]]) -> list[str]:
+    """The parameters that this rank does not hold as their layouts say, on one mesh of all."""
     data, tensor, column = groups_of(grid)
-    wholes, parameters = {}, {}
-    for name, (shape, dim, pieces, attributes) in WEIGHTS.items():
-        whole = wholes[name] = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-        local = whole if dim is None else shard(whole, dim, pieces, column, len(grid[0]))
-        parameters[name] = stamped(local, attributes)
-    layouts = declared_layouts(parameters.items(), tensor_parallel=tensor, data_parallel=data)
-    assert list(layouts) == list(WEIGHTS)
+    parameters, layouts, wrong = declared_layouts_of(WEIGHTS, tensor, data, column, len(grid[0]))
+    assert list(layouts) == list(WEIGHTS) == list(parameters)
     assert len({id(mesh) for mesh, _ in layouts.values()}) == 1
     mesh = layouts["norm.weight"][0]
     assert mesh.mesh.tolist() == grid
     assert [mesh.get_group(i).group_name for i in range(2)] == [group.group_name for group in (data, tensor)]
-    return [
-        name
-        for name, (mesh, placements) in layouts.items()
-        if not torch.equal(
-            local_part(WEIGHTS[name][0], mesh, placements, dist.get_rank(), wholes[name]), parameters[name]
-        )
-    ]
+    return wrong
 
 
 @pytest.mark.parametrize("grid", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
 def test_every_rank_holds_what_its_layout_says(workers, grid: list[list[int]]) -> None:
     """Four ranks: data × tensor parallel, the tensor-parallel ranks next to each other or not."""
-    assert workers(4).run(differing, grid) == [[]] * 4
+    assert workers(4).run(declared, grid) == [[]] * 4
 
 
 def test_groups_that_do_not_tell_the_grid_are_refused(workers) -> None:
     """Nothing says which tensor-parallel group the ranks in neither group are in; a guess could be wrong."""
-    for outcome in workers(4).run_expecting_errors(differing, [[0, 3], [2, 1]]):
+    for outcome in workers(4).run_expecting_errors(declared, [[0, 3], [2, 1]]):
         assert outcome.error is LayoutError
         assert re.search(r"groups of a regular grid.*Make a DeviceMesh of all", outcome.message)
     for outcome in workers(4).run_expecting_errors(same_group_twice):
@@ -95,7 +68,7 @@ def same_group_twice() -> None:
     declared_layouts(named, tensor_parallel=dist.group.WORLD, data_parallel=dist.group.WORLD)
 
 
-def experts() -> list[tuple[list[Any], tuple[Any, ...]]]:
+def expert_layouts() -> list[tuple[list[Any], tuple[Any, ...]]]:
     """Two tensor-parallel ranks that each hold experts of their own, replicated over two data-parallel ranks."""
     data, tensor, _ = groups_of([[0, 1], [2, 3]])
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
@@ -115,12 +88,12 @@ def experts() -> list[tuple[list[Any], tuple[Any, ...]]]:
 
 
 def test_experts_live_on_their_own_groups(workers) -> None:
-    for rank, (dense, expert) in enumerate(workers(4).run(experts)):
+    for rank, (dense, expert) in enumerate(workers(4).run(expert_layouts)):
         assert dense == ([[0, 1], [2, 3]], (Replicate(), Shard(0)))
         assert expert == ([[rank % 2], [rank % 2 + 2]], (Replicate(), Replicate()))
 
 
-def placements(attributes: dict[str, Any], shape: tuple[int, ...]) -> Any:
+def declared_placements(attributes: dict[str, Any], shape: tuple[int, ...]) -> Any:
     named = {f"module.layers.{i}.fc1_weight": stamped(torch.zeros(shape), attributes) for i in range(2)}
     layouts = declared_layouts(named.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
     return [placements for _, placements in layouts.values()]
@@ -139,7 +112,7 @@ TE = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
     ],
 )
 def test_a_placement_is_what_the_attributes_say(workers, attributes: Any, expected: Any) -> None:
-    assert workers(2).run(placements, attributes, (4, 6)) == [[(expected,)] * 2] * 2
+    assert workers(2).run(declared_placements, attributes, (4, 6)) == [[(expected,)] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -155,7 +128,7 @@ def test_a_placement_is_what_the_attributes_say(workers, attributes: Any, expect
 )
 def test_attributes_that_do_not_fit_are_refused(workers, attributes: Any, shape: tuple[int, ...]) -> None:
     ((key, value),) = attributes.items()
-    for outcome in workers(2).run_expecting_errors(placements, {**TE, **attributes}, shape):
+    for outcome in workers(2).run_expecting_errors(declared_placements, {**TE, **attributes}, shape):
         assert outcome.error is LayoutError
         assert re.search(rf"^layers\.0\.fc1_weight: found .*{key}={re.escape(str(value))}", outcome.message)
         assert re.search(r"; needed .*\. [A-Z]", outcome.message)

@@ -42,10 +42,10 @@ def clipped(layout: str) -> list[str]:
                 p.grad = problem.placed_like(p, torch.randn(p.shape, generator=gradients))
             for layer in range(2):
                 if model is alone:  # has seen all
-                    every = torch.stack([logits(layer, source_of(layout, rank, world)) for rank in range(world)])
+                    every = torch.stack([logits(layer, data_of(layout, rank, world)) for rank in range(world)])
                     clip.record(alone.get_submodule(MODULES[layer]), every.amax(0))
                 else:
-                    local = heads_of_rank(logits(layer, source_of(layout, dist.get_rank(), world)), layout)
+                    local = heads_of_rank(logits(layer, data_of(layout, dist.get_rank(), world)), layout)
                     clip.record(model.get_submodule(MODULES[layer]), local)
             optimizer.step()
         results.append({name: problem.whole(p) for name, p in model.named_parameters()})
@@ -71,7 +71,7 @@ def test_a_logit_that_is_no_number_is_seen_by_all_ranks(workers, bad: float) -> 
     assert workers(2).run(with_nan, bad) == [(False, [float("inf")] * 8)] * 2
 
 
-def source_of(layout: str, rank: int, world: int) -> int:
+def data_of(layout: str, rank: int, world: int) -> int:
     """Which data a rank has: those of one tensor-parallel group have the same."""
     return {"tp": 0, "fsdp x tp": rank // 2}.get(layout, rank)
 
@@ -81,7 +81,7 @@ def test_weights_are_clipped_bit_for_bit(workers, layout: str) -> None:
     assert workers(4).run(clipped, layout) == [[]] * 4
 
 
-def forward(layout: str) -> list[float]:
+def distances_of_logits(layout: str) -> list[float]:
     """How far the logits noted in a real forward pass are from those of one process, relative to the largest."""
     placed, alone = models.hold("llama", layout), models.build("llama")
     largest = []
@@ -100,7 +100,7 @@ def forward(layout: str) -> list[float]:
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp x tp"])
 def test_the_largest_logit_of_all_ranks_is_noted(workers, layout: str) -> None:
     """Of every rank's data and heads; products of other shapes round otherwise."""
-    for distances in workers(4).run(forward, layout):
+    for distances in workers(4).run(distances_of_logits, layout):
         assert max(distances) < 1e-5
 
 

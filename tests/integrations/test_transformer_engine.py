@@ -12,15 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.comm.placing import placements_of
-from muonmesh.integrations.megatron import declared_layouts
-from muonmesh.layout import MeshLayout
-from tests.support.stamps import shard, stamped
+from tests.support.stamps import Weights, declared_layouts_of
 
 
 def parallel(dim: int, stride: int = 1) -> dict[str, Any]:
@@ -30,9 +26,6 @@ def parallel(dim: int, stride: int = 1) -> dict[str, Any]:
 
 SEQUENCE = {"sequence_parallel": True}
 NOTHING: dict[str, Any] = {}
-Weights = dict[str, tuple[tuple[int, ...], int | None, int, dict[str, Any]]]
-"""For each parameter its whole shape, the dim that is cut, the pieces of a shard, and what is written on it."""
-
 # One entry a class and mode; placements are what a user must correct because the attributes do not say it.
 CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
     "Linear, column": ({"weight": ((8, 4), 0, 1, parallel(0)), "bias": ((8,), 0, 1, parallel(0))}, {}),
@@ -94,26 +87,7 @@ CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
 def differing(case: str) -> list[str]:
     """The parameters that this rank does not hold as their layouts say."""
     weights, corrected = CLASSES[case]
-    wholes = {
-        name: torch.arange(torch.Size(shape).numel()).reshape(shape).float() for name, (shape, *_) in weights.items()
-    }
-    parameters = {
-        name: stamped(wholes[name] if dim is None else shard(wholes[name], dim, pieces, dist.get_rank(), 2), attributes)
-        for name, (_, dim, pieces, attributes) in weights.items()
-    }
-    layouts = declared_layouts(parameters.items(), tensor_parallel=dist.group.WORLD, data_parallel=None)
-    layouts |= {name: (layouts[name][0], [placement]) for name, placement in corrected.items()}
-    names = []
-    for name, (mesh, placements) in layouts.items():
-        shape = tuple(wholes[name].shape)
-        layout = MeshLayout(shape, tuple(mesh.mesh.shape), (0, 1), placements_of(name, placements))
-        local = torch.full(layout.local_shape(dist.get_rank()), -1.0)
-        for block in layout.blocks(dist.get_rank()):
-            box = tuple(slice(o, o + n) for o, n in zip(block.region.offset, block.region.shape, strict=True))
-            local.as_strided(block.region.shape, block.strides, block.start).copy_(wholes[name][box])
-        if not torch.equal(local, parameters[name]):
-            names.append(name)
-    return names
+    return declared_layouts_of(weights, dist.group.WORLD, None, dist.get_rank(), 2, corrected)[2]
 
 
 @pytest.mark.parametrize("case", CLASSES)

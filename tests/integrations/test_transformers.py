@@ -10,38 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import muonmesh as mm
+from tests.hosts.replay import strengths
+from tests.hosts.tiny import Tokens, llama
+from tests.hosts.watch import Weights
 
 STEPS = 6
 LR = 1e-3
 COEFFICIENT = 2.0**-27  # 7.5e-9; a power of two moves exponents only, so that nothing rounds differently
+Snapshots = list[dict[str, Tensor]]
 MATRIX = "_proj.weight"  # what Muon updates in a Llama
-
-
-class Tokens(Dataset[dict[str, Tensor]]):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(256, (64, 16), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights before the first step and after each."""
-
-    def __init__(self) -> None:
-        self.snapshots: list[dict[str, Tensor]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        self.snapshots.append({name: p.detach().clone() for name, p in model.named_parameters()})
-
-    on_step_end = on_train_begin
 
 
 class ClipOurs(TrainerCallback):
@@ -63,18 +43,9 @@ def torch_muon(model: nn.Module) -> torch.optim.Optimizer:
 
 def train(
     folder: Path, build: Callable[[nn.Module], torch.optim.Optimizer], max_grad_norm: float, *more: TrainerCallback
-) -> tuple[list[dict[str, Tensor]], list[float]]:
+) -> tuple[Snapshots, list[float]]:
     """Return the weights before and after each step, and the gradient norms that the Trainer logs."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
-    model, weights = LlamaForCausalLM(config), Weights()
+    model, snapshots = llama(vocab_size=256, hidden_size=32, intermediate_size=64, num_attention_heads=4), Weights()
     arguments = TrainingArguments(
         str(folder),
         max_steps=STEPS,
@@ -91,10 +62,10 @@ def train(
     )
     assert not arguments.fp16
     assert not arguments.bf16
-    callbacks = [weights, *more]
-    trainer = Trainer(model, arguments, train_dataset=Tokens(), optimizers=(build(model), None), callbacks=callbacks)
+    callbacks = [snapshots, *more]
+    trainer = Trainer(model, arguments, train_dataset=Tokens(64), optimizers=(build(model), None), callbacks=callbacks)
     trainer.train()
-    return weights.snapshots, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return snapshots.weights, [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
 def limit(norm: float) -> float:
@@ -104,19 +75,17 @@ def limit(norm: float) -> float:
     return next(value for value in tried if float((value / total).clamp(max=1.0)) == COEFFICIENT)
 
 
-def strengths(clipped: list[dict[str, Tensor]], free: list[dict[str, Tensor]], *, muon: bool) -> list[list[float]]:
+def relative_strengths(clipped: Snapshots, free: Snapshots, *, muon: bool) -> list[list[float]]:
     """For each step: RMS of the update over that without clipping, for each parameter of one half."""
-
-    def sizes(weights: list[dict[str, Tensor]], name: str) -> list[float]:
-        return [float((new[name] - old[name]).square().mean().sqrt()) for old, new in itertools.pairwise(weights)]
-
-    names = [name for name in free[0] if name.endswith(MATRIX) == muon]
-    ratios = [[a / b for a, b in zip(sizes(clipped, name), sizes(free, name), strict=True)] for name in names]
-    return [list(step) for step in zip(*ratios, strict=True)]
+    by_step = []
+    for steps in zip(itertools.pairwise(clipped), itertools.pairwise(free), strict=True):
+        first, second = (strengths(before, after, LR) for before, after in steps)
+        by_step.append([first[name] / second[name] for name in first if name.endswith(MATRIX) == muon])
+    return by_step
 
 
 @pytest.fixture(scope="module")
-def free(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Tensor]], list[float]]:
+def free(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshots, list[float]]:
     return train(tmp_path_factory.mktemp("free"), muon_of, 0.0)
 
 
@@ -132,10 +101,10 @@ def test_the_trainers_clipping_cannot_stall_muon(free: Any, tmp_path: Path) -> N
     assert [name for name in matrices if not torch.equal(clipped[1][name], weights[1][name])] == []
     assert all(not torch.equal(weights[1][name], weights[0][name]) for name in matrices)
     # Later ones have other gradients, since AdamW's half stays behind; every update is at full strength.
-    for step in strengths(clipped, weights, muon=True):
+    for step in relative_strengths(clipped, weights, muon=True):
         assert step == pytest.approx([1.0] * 14, rel=0.1)
     # What the Trainer's clipping does do: AdamW's ε of 1e-8 is far above its gradients.
-    for step in strengths(clipped, weights, muon=False):
+    for step in relative_strengths(clipped, weights, muon=False):
         assert max(step) < 0.05
 
 
@@ -143,8 +112,8 @@ def test_the_same_clipping_stalls_torchs_muon(free: Any, tmp_path: Path) -> None
     weights, norms = train(tmp_path, torch_muon, 0.0)
     assert norms[0] == free[1][0], "the same model, batch and gradients"
     clipped, _ = train(tmp_path, torch_muon, limit(norms[0]))
-    for step in strengths(clipped, weights, muon=True):
-        assert max(step) < 0.3
+    for step in relative_strengths(clipped, weights, muon=True):
+        assert max(step) < 1 / 3
         assert min(step) < 0.01
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 # The end of a name: the dim along which tensor parallelism cuts it, and of how many pieces each shard consists; where
 # they are unequal, how long these are in the whole.
@@ -40,6 +41,7 @@ CUTS: dict[str, tuple[int, int | tuple[int, ...]]] = {
     "dt_bias": (0, 1),
 }
 
+OUTER = "outer_fsdp_dp"
 Held = dict[str, tuple[int, Tensor]]
 """For each name in the whole model this rank's place among those that cut the parameter, and its shard."""
 
@@ -132,3 +134,28 @@ def assembled(name: str, shards: Sequence[Tensor]) -> Tensor:
     else:
         parts = [shard.split([size // len(shards) for size in pieces], dim) for shard in shards]
     return torch.cat([part[piece] for piece in range(len(parts[0])) for part in parts], dim)
+
+
+def sharded(parameters: dict[str, Any], *, gradients: bool = False) -> dict[str, Tensor]:
+    """Whole parameters, or gradients, of the pieces that the ranks of Megatron-FSDP hold. All ranks call it.
+
+    The inner axis of a hybrid mesh cuts a buffer first. If the outer axis does not cut it, it has copies.
+    """
+    local_pieces = {}
+    for name, parameter in parameters.items():
+        value = parameter.grad if gradients else parameter
+        local = parameter.to_local()[:0] if value is None else value.to_local()
+        mesh = parameter.device_mesh
+        coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+        placement = dict(zip(mesh.mesh_dim_names, parameter.placements, strict=True))
+        outer = coordinate.get(OUTER, 0)
+        if outer == 0 or isinstance(placement[OUTER], Shard):
+            local_pieces[name] = coordinate["dp_cp"], outer, local.detach().reshape(-1).clone(), tuple(parameter.shape)
+    pieces_of_ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(pieces_of_ranks, local_pieces)
+    shapes = {name: shape for pieces in pieces_of_ranks for name, (*_, shape) in pieces.items()}
+    in_order = {
+        name: sorted((pieces[name] for pieces in pieces_of_ranks if name in pieces), key=lambda piece: piece[:2])
+        for name in shapes
+    }
+    return {name: torch.cat([piece[2] for piece in in_order[name]]).view(shape) for name, shape in shapes.items()}

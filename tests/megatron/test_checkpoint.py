@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.megatron.host import Shape
 from tests.megatron.oracle import Oracle
 from tests.megatron.shapes import MOE, MTP, ONE_LAYER, SEQUENCE
 from tests.support.in_copies import work_in_copies
+from tests.support.problem import Bag
 
 COVERS = (
     "integrations.megatron.checkpoint.sharded",
@@ -148,17 +148,12 @@ def test_a_checkpoint_of_megatrons_adam_names_the_argument(workers, tmp_path: Pa
         assert "found no state of it" in messages[2]
 
 
-def bag(values: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Modules that hold these parameters under these names."""
-    root = nn.Module()
-    for name, value in values.items():
-        module, (*path, key) = root, name.split(".")
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(key, value)
-    return root
+def whole_model(plain: Oracle) -> nn.Module:
+    """Modules that hold the parameters under their names."""
+    model = Bag({})
+    for name, parameter in plain.parameters.items():
+        model.put(name, parameter)
+    return model
 
 
 def through_plain(shape: Shape, folder: Path) -> tuple[dict[str, float], bool, bool]:
@@ -174,7 +169,7 @@ def through_plain(shape: Shape, folder: Path) -> tuple[dict[str, float], bool, b
     wholes = gathered.gather(gathered.local_values(gathered.named(run.chunks)))
     zeros = {name: torch.zeros_like(value).float() for name, value in wholes.items()}
     plain = Oracle(zeros, process_group="world")
-    mm.checkpoint.load(folder / "megatron", bag(plain.parameters), plain.optimizer)
+    mm.checkpoint.load(folder / "megatron", whole_model(plain), plain.optimizer)
     run.optimizer.zero_grad()
     host.backward(shape, run.chunks, run.optimizer, 2)
     reduced = gathered.gather(gathered.local_values(gathered.named(run.chunks), gathered.gradients(run.chunks)))
@@ -183,7 +178,7 @@ def through_plain(shape: Shape, folder: Path) -> tuple[dict[str, float], bool, b
     rounded = {name: value.detach().to(shape.dtype) for name, value in plain.parameters.items()}
     wholes = gathered.gather(gathered.local_values(gathered.named(run.chunks)))
     differing = {name: float((rounded[name] - wholes[name]).float().abs().max()) for name in wholes}
-    mm.checkpoint.save(folder / "plain", bag(plain.parameters), plain.optimizer)
+    mm.checkpoint.save(folder / "plain", whole_model(plain), plain.optimizer)
     back = Run(shape, 9, {})
     mm.checkpoint.load(folder / "plain", back.chunks[0], back.optimizer)
     (losses, after), (again, expected) = back.train(range(3, 5)), run.train(range(3, 5))

@@ -90,36 +90,24 @@ def crushed(shape: Shape) -> tuple[float, float]:
     return sum(rest(plain)), sum(rest(with_huge))
 
 
-def test_the_threshold_of_the_other_half_is_unpolluted(workers) -> None:
-    for plain, with_huge in workers(2).run(crushed, Shape(tp=2)):
+@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(ep=2, model=MOE + ONE_LAYER)], ids=["dense", "experts"])
+def test_the_threshold_of_the_other_half_is_unpolluted(workers, shape: Shape) -> None:
+    """A huge gradient of an expert changes nothing of AdamW's half either: experts are no group of their own."""
+    for plain, with_huge in workers(2).run(crushed, shape):
         assert with_huge == plain
 
 
-def limited(config: Any, chunks: Any) -> Any:
+def with_limit(config: Any, chunks: Any) -> Any:
     return get_megatron_optimizer(config, chunks, skip_above=1e4)
-
-
-def with_a_threshold() -> None:
-    shape = Shape()
-    host.begin(shape)
-    config = host.optimizer_config(shape)
-    config.grad_norm_skip_threshold = 9.0
-    get_megatron_optimizer(config, host.chunks_of(shape))
-
-
-def test_a_threshold_of_versions_after_0_16_1_is_refused(workers) -> None:
-    for outcome in workers(2).run_expecting_errors(with_a_threshold):
-        assert outcome.error is ValueError
-        assert "found grad_norm_skip_threshold=9.0; needed 0 or inf. Remove it; write skip_above=..." in outcome.message
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> None:
     shape = Shape(tp=2, flat=flat)
-    for moved, _, (ok, _, _) in workers(2).run(stepped, shape, limited, "muon"):
+    for moved, _, (ok, _, _) in workers(2).run(stepped, shape, with_limit, "muon"):
         assert ok
         assert min(matrices(moved)) > 0
-    for moved, _, (ok, norm, _) in workers(2).run(stepped, shape, limited, "adamw"):
+    for moved, _, (ok, norm, _) in workers(2).run(stepped, shape, with_limit, "adamw"):
         assert not ok
         assert norm > 1e4
         assert set(moved.values()) == {0.0}
@@ -209,13 +197,6 @@ def test_a_multiple_of_the_mean_skips_on_all_stages(workers, shape: Shape) -> No
         assert any(by_rank.skipped[10:]), by_rank.norms
 
 
-def test_experts_are_no_group_of_their_own(workers) -> None:
-    """A huge gradient of an expert changes nothing of the dense half, nor of AdamW's."""
-    shape = Shape(ep=2, model=MOE + ONE_LAYER)
-    for plain, with_huge in workers(2).run(crushed, shape):
-        assert with_huge == plain
-
-
 MATRIX = re.compile(r"linear|eh_proj")
 
 
@@ -263,7 +244,7 @@ def apart(shape: Shape, make: Any, part: str, **settings: Any) -> tuple[dict[str
 )
 def test_a_norm_group_is_clipped_apart(workers, shape: Shape, part: str) -> None:
     """Megatron's ``grad_norm_group`` of versions after 0.16.1: neither norm holds the other's gradients."""
-    for moved, (main, other), (ok, norm, _) in workers(2).run(apart, shape, limited, part):
+    for moved, (main, other), (ok, norm, _) in workers(2).run(apart, shape, with_limit, part):
         assert ok
         assert norm < 1e3  # main's alone, which is also what `limited` lets no larger
         assert min(moved.values()) > 0

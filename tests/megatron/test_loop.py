@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import PlanError, StateError
-from muonmesh.integrations.megatron import get_megatron_optimizer, refusals
+from muonmesh.integrations.megatron import get_megatron_optimizer
 from muonmesh.step.connection import placed_members
 from muonmesh.step.parameters import collect
 from tests.megatron import gathered, host
@@ -27,7 +27,6 @@ from tests.megatron.training import train
 COVERS = (
     "integrations.megatron.build.get_megatron_optimizer",
     "integrations.megatron.optimizer.MegatronOptimizer",
-    "integrations.megatron.refusals.refuse",
 )
 
 
@@ -56,7 +55,7 @@ def test_what_lies_in_main_grad_before_the_first_pass_does_not_matter(workers) -
     assert workers(2).run(built_over_other_gradients) == [[1.0], [2.0]]
 
 
-def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
+def gradients_outside_buffers(shape: Shape) -> tuple[int, list[str]]:
     """How many gradients a step reads, and those of them that are no views of Megatron's buffers."""
     chunks, optimizer = built(shape)
     host.backward(shape, chunks, optimizer, 0)
@@ -73,7 +72,7 @@ def read_elsewhere(shape: Shape) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
 def test_main_grad_is_read_where_it_lies(workers, flat: bool) -> None:
-    for count, elsewhere in workers(2).run(read_elsewhere, Shape(dtype=torch.bfloat16, flat=flat)):
+    for count, elsewhere in workers(2).run(gradients_outside_buffers, Shape(dtype=torch.bfloat16, flat=flat)):
         assert count > 4
         assert elsewhere == []
 
@@ -227,18 +226,11 @@ def one_stage(mistake: str) -> None:
         built(shape, muon={"momentum": 2.0} if is_last else None)
     chunks, optimizer = built(shape, config={"clip_grad": 0.0 if is_last and mistake == "a limit" else 1.0})
     host.backward(shape, chunks, optimizer, 0)
-    if mistake == "a group":
-        optimizer.param_groups[0]["momentum"] = 2.0 if is_last else 0.95
     if mistake == "a gradient":
         next(iter(chunks[0].parameters())).main_grad = torch.zeros(1) if is_last else torch.zeros(64, 32)
     if mistake == "no main_grad" and is_last:  # found while the loss scale is taken out
         parameter = next(iter(chunks[0].parameters()))
         parameter.grad, parameter.main_grad = torch.zeros_like(parameter), None
-    if mistake == "a state":  # clipping, which meets all stages, does not look at it
-        optimizer.step()
-        tensor = optimizer.param_groups[0]["params"][0]
-        if is_last:
-            optimizer.optimizer.state[tensor]["momentum_buffer"] = torch.zeros(1)
     optimizer.step()
 
 
@@ -252,9 +244,7 @@ def test_an_override_may_name_what_one_stage_has(workers) -> None:
         ("an override of no stage", "no_such_layer"),
         ("a setting", "momentum"),
         ("a limit", r"max_norm=inf, policy='adamw_only', .* on rank 1; needed the same"),
-        ("a group", "momentum"),
         ("a gradient", "gradient of local shape"),
-        ("a state", "momentum_buffer a plain tensor of shape"),
         ("no main_grad", "a gradient in grad and no main_grad"),
     ],
 )
@@ -327,29 +317,6 @@ def test_nothing_is_written_on_any_stage(
     assert all(re.search(message, message_of_rank) for message_of_rank in messages[2:])
 
 
-def refused(config: dict[str, Any], arguments: dict[str, Any]) -> None:
-    built(Shape(), config=config, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        ({"optimizer": "sgd"}, {}, "Set optimizer='adam'"),
-        ({"use_distributed_optimizer": True}, {}, "Set it as in OptimizerConfig"),
-        ({"decoupled_weight_decay": False}, {}, "Set decoupled_weight_decay=True"),
-        ({}, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
-        ({}, {"policy": "sometimes"}, "policy: found 'sometimes'"),
-        ({}, {"skip_above": "often"}, "skip_above: found 'often'"),
-        ({}, {"overrides": {"(": "adamw"}}, "Use re.escape on what is meant literally"),
-        ({"decoupled_lr": 0.1}, {"adamw": {"lr": 0.2}}, "Remove one"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(workers, config: Any, arguments: Any, message: str) -> None:
-    for outcome in workers(2).run_expecting_errors(refused, config, arguments):
-        assert outcome.error is ValueError
-        assert re.search(message, outcome.message)
-
-
 def offloaded() -> None:
     """``--optimizer-cpu-offload`` asks for both; without Transformer Engine 0.16.1 fails on the second."""
     shape = Shape(flat=True, dtype=torch.bfloat16)
@@ -365,38 +332,9 @@ def test_offloading_is_refused_by_what_replaces_it(workers) -> None:
     workers(2).run(offloaded)
 
 
-def refused_chunks(kind: str) -> None:
-    """What is set in the wrapper or the model, or what OptimizerConfig takes with Transformer Engine only."""
-    shape = Shape()
-    host.begin(shape)
-    chunks, config = host.chunks_of(shape), host.optimizer_config(shape)
-    if kind in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
-        setattr(chunks[0].ddp_config, kind, True)
-    elif kind in refusals._MODEL:  # fields that versions after 0.16.1 have
-        setattr(chunks[0].config, kind, 2)
-    elif kind in ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag"):
-        setattr(config, kind, True)
-    else:
-        chunks = [chunks[0].module]
-    get_megatron_optimizer(config, chunks)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "use_megatron_fsdp",
-        "fp8_param_gather",
-        "fp4_param_gather",
-        *refusals._MODEL,
-        "use_precision_aware_optimizer",
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "a GPTModel",
-    ],
-)
-def test_wrappers_that_hold_parameters_otherwise_are_refused(workers, kind: str) -> None:
-    for outcome in workers(2).run_expecting_errors(refused_chunks, kind):
-        assert outcome.error is ValueError
-        assert f"found {kind}" in outcome.message
+def unwrapped() -> None:
+    host.begin(Shape())
+    get_megatron_optimizer(host.optimizer_config(Shape()), [host.chunks_of(Shape())[0].module])
 
 
 def unreduced() -> bool:
@@ -450,10 +388,14 @@ def incomplete() -> None:
     get_megatron_optimizer(host.optimizer_config(Shape()), host.chunks_of(Shape()), pg_collection=groups)
 
 
-def test_a_collection_without_a_group_says_which(workers) -> None:
-    for outcome in workers(2).run_expecting_errors(incomplete):
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [(incomplete, "pg_collection: found no pp; needed tp, pp, and dp_cp or dp"), (unwrapped, "found a GPTModel")],
+)
+def test_what_is_not_all_there_is_told(workers, mistake: Any, message: str) -> None:
+    for outcome in workers(2).run_expecting_errors(mistake):
         assert outcome.error is ValueError
-        assert "pg_collection: found no pp; needed tp, pp, and dp_cp or dp" in outcome.message
+        assert message in outcome.message
 
 
 def offered(shape: Shape) -> None:

@@ -41,7 +41,7 @@ def trained(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tenso
     return gathered.gather(gathered.local_values(gathered.named(chunks)))
 
 
-def compared(shape: Shape, on_host: bool) -> tuple[list[str], list[str]]:
+def flat_beside_whole(shape: Shape, on_host: bool) -> tuple[list[str], list[str]]:
     """Which weights differ between the distributed optimizer and the plain one, and which the clip changes."""
     flat, plain = trained(shape.but(flat=True), True, on_host), shape.but(late_gather=False)
     whole, never = trained(plain, True), trained(plain, False)
@@ -104,6 +104,6 @@ def test_master_weights_keep_their_precision_through_a_clip(workers, flat: bool)
     ids=["DP 2, bf16, state in CPU memory", "DP 2, fp16, gathered in the forward pass", "MLA, TP 2 × DP 2, bf16"],
 )
 def test_shards_are_clipped_as_whole_masters_are(workers, ranks: int, shape: Shape, on_host: bool) -> None:
-    for wrong, clipped in workers(ranks).run(compared, shape, on_host):
+    for wrong, clipped in workers(ranks).run(flat_beside_whole, shape, on_host):
         assert wrong == []
         assert any("self_attention.linear_q" in name for name in clipped)

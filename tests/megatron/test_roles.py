@@ -41,7 +41,7 @@ CONVOLUTION = "mixer.conv1d_" if host.LATER else "mixer.conv1d."
 INNER = "mtp_model_layer" if host.LATER else "transformer_layer"
 
 
-def roles(shape: Shape) -> Roles:
+def roles_of_stage(shape: Shape) -> Roles:
     """Of this rank's stage."""
     host.begin(shape)
     optimizer = get_megatron_optimizer(host.optimizer_config(shape), host.chunks_of(shape))
@@ -57,7 +57,7 @@ def roles(shape: Shape) -> Roles:
 def table(pool: Any, shape: Shape) -> Roles:
     """Of all stages."""
     role_of: Roles = {}
-    for rank_roles in pool.run(roles, shape):
+    for rank_roles in pool.run(roles_of_stage, shape):
         for name, role in rank_roles.items():
             assert role_of.setdefault(name, role) == role
     return role_of

@@ -17,6 +17,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # of it unless sequence parallelism is on: its copies drift apart, whatever the optimizer.
 UNREDUCED = "self_attention.out_norm"
 
+ALSO_FLAT = (
+    *("DP 2", "TP 2", "PP 2 × DP 2, tied", "multi-token prediction, TP 2 × DP 2", "EP 2 × DP 4"),
+    *("EP 2 × TP 2 × DP 2, sequence parallel", "Mamba, TP 2 × DP 2", "gated delta net, TP 2 × DP 2"),
+)
 WHOLE = {
     "DP 2": (2, Shape()),
     "TP 2": (2, Shape(tp=2)),
@@ -38,22 +42,55 @@ WHOLE = {
     "gated delta net, TP 2 × DP 2": (4, Shape(tp=2, model=DELTA_NET + ONE_LAYER, frozen=UNREDUCED)),
 }
 FLAT = {
-    "Mamba, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=MAMBA)),
-    "gated delta net, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=DELTA_NET + ONE_LAYER, frozen=UNREDUCED)),
-    "DP 2": (2, Shape(flat=True)),
-    "TP 2": (2, Shape(tp=2, flat=True)),
+    **{name: (ranks, shape.but(flat=True)) for name, (ranks, shape) in WHOLE.items() if name in ALSO_FLAT},
     "TP 2 × DP 2, small overlapping buckets": (4, Shape(tp=2, flat=True, overlap=True)),
     "TP 2 × DP 2, bf16": (4, Shape(tp=2, flat=True, dtype=BF16)),
     "DP 4, parameters gathered in the next forward pass": (4, Shape(flat=True, overlap=True, late_gather=True)),
-    "PP 2 × DP 2, tied": (4, Shape(pp=2, flat=True, tied=True)),
-    "multi-token prediction, TP 2 × DP 2": (4, Shape(tp=2, flat=True, model=MTP + ONE_LAYER)),
     "PP 2 × DP 2, nothing to train on the last stage": (4, Shape(pp=2, flat=True, frozen_stage=1)),
     "PP 2 × DP 2, fp16": (4, Shape(pp=2, flat=True, dtype=FP16)),
-    "EP 2 × DP 4": (4, Shape(ep=2, flat=True, model=MOE + ONE_LAYER)),
-    "EP 2 × TP 2 × DP 2, sequence parallel": (
-        4,
-        Shape(tp=2, ep=2, etp=1, flat=True, model=MOE + SEQUENCE + ONE_LAYER),
-    ),
+}
+LATENT_HEADS = {"linear_q_up_proj.weight": ("heads", 4, 0), "linear_kv_up_proj.weight": ("heads", 8, 0)}
+# Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
+# values each. Heads are those of the whole weight: a shard of it has fewer.
+HEADS = {"linear_qkv.weight": ("heads", 8, 0), "linear_proj.weight": ("heads", 4, 1)}
+# Of matrices of Muon and AdamW.
+RULES = {"linear_fc2.weight": "normuon", "linear_proj.weight": "adamuon", "output_layer.weight": "muon"}
+
+
+def with_head_matrices(heads: dict[str, Any]) -> dict[str, Any]:
+    return {"overrides": {name: {"algorithm": "muon", "matrices": matrices} for name, matrices in heads.items()}}
+
+
+# What our optimizer is asked, and how Megatron's wrapper is told to reduce gradients.
+ASKED: dict[str, tuple[int, Shape, dict[str, Any]]] = {
+    "state in CPU memory": (4, Shape(tp=2, dtype=BF16), {"muon": {"state_device": "cpu"}}),
+    "heads, TP 2": (2, Shape(tp=2), with_head_matrices(HEADS)),
+    "heads, TP 2 × DP 2, distributed optimizer": (4, Shape(tp=2, flat=True), with_head_matrices(HEADS)),
+    "heads, MLA, TP 2": (2, Shape(tp=2, model=LATENT + ONE_LAYER), with_head_matrices(LATENT_HEADS)),
+    "rules": (2, Shape(tp=2, model=ONE_LAYER), {"overrides": RULES}),
+}
+ASKED |= {
+    f"{name}, distributed optimizer": (ASKED[name][0], ASKED[name][1].but(flat=True), ASKED[name][2])
+    for name in ("state in CPU memory", "rules")
+}
+REDUCED = [
+    (Shape(flat=True), {"pad_buckets_for_high_nccl_busbw": True}),
+    (Shape(flat=True, dtype=BF16), {"reduce_scatter_with_fp32_accumulation": True}),
+    (Shape(flat=True, dtype=BF16), {"grad_reduce_in_fp32": False}),
+    (Shape(dtype=BF16), {"grad_reduce_in_fp32": False}),
+    (Shape(), {"check_for_nan_in_grad": True, "check_for_large_grads": True}),
+    (Shape(flat=True, overlap=True, late_gather=True), {"align_param_gather": True}),
+]
+if host.LATER:  # their ``main_grad`` is no view of what is sent, and gets a copy of what has been reduced
+    local = {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("all",)}
+    REDUCED += [(Shape(flat=flat, dtype=BF16), local) for flat in (False, True)]
+ASKED |= {
+    f"{', '.join(ddp)} of {shape.dtype}, {'flat' if shape.flat else 'whole'}": (
+        2,
+        shape.but(model=ONE_LAYER, ddp=tuple(ddp.items())),
+        {},
+    )
+    for shape, ddp in REDUCED
 }
 
 
@@ -76,36 +113,7 @@ def test_distributed_optimizer(workers, name: str) -> None:
     check(workers(ranks).run(train, shape))
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
-def test_state_in_cpu_memory(workers, flat: bool) -> None:
-    """Brought to the step and back, bucket by bucket, as on a GPU."""
-    check(workers(4).run(train, Shape(tp=2, flat=flat, dtype=BF16), muon={"state_device": "cpu"}))
-
-
-# Where every head is a matrix: 4 heads of queries, 2 of keys, 2 of values; of MLA 4 of 12 rows, and 4 of keys and
-# values each.
-HEADS = {"linear_qkv.weight": ("heads", 8, 0), "linear_proj.weight": ("heads", 4, 1)}
-LATENT_HEADS = {"linear_q_up_proj.weight": ("heads", 4, 0), "linear_kv_up_proj.weight": ("heads", 8, 0)}
-
-
-@pytest.mark.skipif(not host.LATER, reason="megatron-core 0.16 has no such setting")
-@pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
-def test_gradients_that_are_added_up_in_fp32_and_sent_in_bf16(workers, flat: bool) -> None:
-    """Their ``main_grad`` is no view of what is sent, and gets a copy of what has been reduced."""
-    local = (("grad_reduce_in_fp32", False), ("param_name_patterns_for_fp32_local_accumulation", ("all",)))
-    check(workers(2).run(train, Shape(flat=flat, dtype=BF16, ddp=local)))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "shape", "heads"),
-    [
-        (2, Shape(tp=2), HEADS),
-        (4, Shape(tp=2, flat=True), HEADS),
-        (2, Shape(tp=2, model=LATENT + ONE_LAYER), LATENT_HEADS),
-    ],
-    ids=["TP 2", "TP 2 × DP 2, distributed optimizer", "MLA, TP 2"],
-)
-def test_one_matrix_for_each_head(workers, ranks: int, shape: Shape, heads: dict[str, Any]) -> None:
-    """Heads are those of the whole weight: a shard of it has fewer."""
-    overrides = {name: {"algorithm": "muon", "matrices": matrices} for name, matrices in heads.items()}
-    check(workers(ranks).run(train, shape, overrides=overrides))
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked_beside_it(workers, name: str) -> None:
+    ranks, shape, settings = ASKED[name]
+    check(workers(ranks).run(train, shape, **settings))

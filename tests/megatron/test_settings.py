@@ -17,25 +17,19 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 import muonmesh as mm
-from muonmesh.integrations.megatron import get_megatron_optimizer
+from muonmesh.integrations.megatron import get_megatron_optimizer, refusals
 from tests.megatron import host
 from tests.megatron.host import Shape
 from tests.megatron.shapes import ONE_LAYER
-from tests.megatron.training import train
 
 NORMS = Shape(model=(*ONE_LAYER, ("qk_layernorm", True), ("add_bias_linear", True)))
 ONLY_MUON = r"^(?!.*linear)"
 """What to freeze."""
 
-COVERS = ("integrations.megatron.param_groups.find_groups",)
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
-def test_an_override_names_a_rule(workers, flat: bool) -> None:
-    """Of matrices of Muon and AdamW; the update is that of one process whose groups have these rules."""
-    rules = {"linear_fc2.weight": "normuon", "linear_proj.weight": "adamuon", "output_layer.weight": "muon"}
-    for trained in workers(2).run(train, Shape(tp=2, flat=flat, model=ONE_LAYER), overrides=rules):
-        assert trained.differing == {}
+COVERS = (
+    "integrations.megatron.param_groups.find_groups",
+    "integrations.megatron.refusals.refuse",
+)
 
 
 # ------------------------------------------------------------------ rates and decays
@@ -120,10 +114,14 @@ def test_rates_and_decays_are_megatrons(workers, overrides: str, settings: dict[
 
 
 def ours_alone(config: dict[str, Any], overrides: Any, arguments: dict[str, Any]) -> dict[str, tuple[str, float]]:
+    """The group and the decay of each parameter; what is set of the wrapper or the model has ``ddp.``, ``model.``."""
     host.begin(NORMS)
     chunks = host.chunks_of(NORMS)
     optimizer_config = host.optimizer_config(NORMS)
-    vars(optimizer_config).update(config)  # no version of Megatron has all of these fields
+    set_objects = {"": optimizer_config, "ddp": chunks[0].ddp_config, "model": chunks[0].config}
+    for key, value in config.items():  # no version of Megatron has all of these fields
+        owner, _, field = key.rpartition(".")
+        vars(set_objects[owner])[field] = value
     optimizer = get_megatron_optimizer(optimizer_config, chunks, overrides, **arguments)
     return {name: (g["name"], g["weight_decay"]) for g in optimizer.param_groups for name in g["param_names"]}
 
@@ -156,6 +154,10 @@ def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
     workers(2).run(without_a_least_rate)
 
 
+TRANSFORMER_ENGINE = ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag")
+GATHERED = ("fp8_param_gather", "fp4_param_gather")
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "arguments", "message"),
     [
@@ -169,7 +171,7 @@ def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
         ({"muon_scalar_optimizer": "lion"}, None, {}, "AdamW steps what Muon does not step"),
         ({"use_layer_wise_distributed_optimizer": True}, None, {}, "Set use_distributed_optimizer=True"),
         ({"optimizer_cuda_graph": True}, None, {}, "a CUDA graph would repeat"),
-        ({"grad_norm_skip_threshold": 10.0}, None, {}, "write skip_above="),
+        ({"grad_norm_skip_threshold": 9.0}, None, {}, r"=9\.0; needed 0 or inf\. Remove it; write skip_above=\.\.\."),
         ({"muon_fp32_matmul_prec": "high"}, None, {}, "'compute_dtype'"),
         ({"muon_num_ns_steps": 6}, None, {}, "'ns_steps'"),
         ({"muon_tp_mode": "distributed"}, None, {}, "each matrix is orthogonalized whole"),
@@ -182,6 +184,18 @@ def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
         ({}, {"betas": 0.5}, {}, "betas"),
         ({}, {"optimizer": "sgd"}, {}, r"found optimizer='sgd'.* Write overrides=\{name: 'adamw'\} or 'muon'"),
         ({}, {"eps": 1e-9}, {}, r"Write adamw=\{'adamw_eps': .* leave out --use-mup"),
+        ({"optimizer": "sgd"}, None, {}, "Set optimizer='adam'"),
+        ({"use_distributed_optimizer": True}, None, {}, "Set it as in OptimizerConfig"),
+        ({"decoupled_weight_decay": False}, None, {}, "Set decoupled_weight_decay=True"),
+        ({"decoupled_lr": 0.1}, None, {"adamw": {"lr": 0.2}}, "Remove one"),
+        ({}, None, {"dump_param_to_param_group_map": "x"}, r"Write print\(optimizer.explain\(\)\)"),
+        ({}, None, {"policy": "sometimes"}, "policy: found 'sometimes'"),
+        ({}, None, {"skip_above": "often"}, "skip_above: found 'often'"),
+        ({}, None, {"overrides": {"(": "adamw"}}, "Use re.escape on what is meant literally"),
+        # What OptimizerConfig takes with Transformer Engine only, and what wrapper and model hold otherwise.
+        *(({field: True}, None, {}, f"found {field}") for field in TRANSFORMER_ENGINE),
+        *(({f"ddp.{field}": True}, None, {}, f"found {field}") for field in ("use_megatron_fsdp", *GATHERED)),
+        *(({f"model.{field}": 2}, None, {}, f"found {field}") for field in refusals._MODEL),
     ],
 )
 def test_what_would_have_no_effect_is_refused(workers, config: Any, overrides: Any, arguments: Any, message: str):
@@ -219,26 +233,6 @@ def test_a_limit_counts_from_the_step_that_has_it(workers) -> None:
     for norms, scaled in workers(2).run(clipped, "muon"):
         assert norms == [None] * 3
         assert scaled == [1.0] * 3
-
-
-# ------------------------------------------------------------------ DistributedDataParallelConfig
-
-
-@pytest.mark.parametrize(
-    ("shape", "settings"),
-    [
-        (Shape(flat=True), {"pad_buckets_for_high_nccl_busbw": True}),
-        (Shape(flat=True, dtype=torch.bfloat16), {"reduce_scatter_with_fp32_accumulation": True}),
-        (Shape(flat=True, dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
-        (Shape(dtype=torch.bfloat16), {"grad_reduce_in_fp32": False}),
-        (Shape(), {"check_for_nan_in_grad": True, "check_for_large_grads": True}),
-        (Shape(flat=True, overlap=True, late_gather=True), {"align_param_gather": True}),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_how_gradients_are_reduced_is_megatrons(workers, shape: Shape, settings: dict[str, Any]) -> None:
-    for trained in workers(2).run(train, shape.but(model=ONE_LAYER, ddp=tuple(settings.items()))):
-        assert trained.differing == {}
 
 
 # ------------------------------------------------------------------ models of plain modules

@@ -35,7 +35,11 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     parameters = gathered.named(chunks)
     parameters = {name: p for name, p in parameters.items() if p.requires_grad}
     once = {name: p for name, p in parameters.items() if not getattr(p, "shared", False)}
-    wholes = gathered.gather(gathered.local_values(once))
+
+    def of_all_ranks(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return gathered.gather(gathered.local_values(tensors)) if shape.fsdp is None else gathered.sharded(tensors)
+
+    wholes = of_all_ranks(once)
     oracle = Oracle(
         wholes,
         lr=config.lr,
@@ -51,7 +55,10 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     for step in range(steps):
         optimizer.zero_grad()
         losses.append(host.backward(shape, chunks, optimizer, step))
-        reduced = gathered.gather(gathered.local_values(once, gathered.gradients(chunks)))
+        if shape.fsdp is None:
+            reduced = gathered.gather(gathered.local_values(once, gathered.gradients(chunks)))
+        else:
+            reduced = gathered.sharded(once, gradients=True)
         scale = float(optimizer.get_loss_scale())
         stepped, norm, _ = optimizer.step()
         skipped.append(not stepped)
@@ -62,7 +69,7 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     if shape.late_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)  # no forward pass comes any more
-    after = gathered.gather(gathered.local_values(parameters))
+    after = of_all_ranks(parameters)
     copy = after.pop("output_layer.weight", None) if shape.tied else None
     if copy is not None:
         assert torch.equal(copy, after["embedding.word_embeddings.weight"]), "tied copies have drifted apart"

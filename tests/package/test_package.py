@@ -52,7 +52,7 @@ def call(*command: object, cwd: Path | None = None, **variables: str) -> str:
     return run.stdout
 
 
-def refused(*command: object, cwd: Path) -> str:
+def refused_command(*command: object, cwd: Path) -> str:
     """Run a command that ends with the status of wrong usage; returns what it says."""
     run = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
     assert run.returncode == 2, run.stdout + run.stderr
@@ -220,5 +220,5 @@ def test_it_steps_in_a_clean_environment(built: dict[str, Path], clean: Path, tm
     assert "No broken requirements" in call(*pip, "check")
     assert call(clean, "-c", STEP, cwd=tmp_path).strip() == PROJECT["version"]
     assert call(clean, "-m", "muonmesh", "--version", cwd=tmp_path).startswith(f"muonmesh {PROJECT['version']} (torch ")
-    assert "pip install 'muonmesh[train]'" in refused(clean.parent / "muonmesh", "train", cwd=tmp_path)
+    assert "pip install 'muonmesh[train]'" in refused_command(clean.parent / "muonmesh", "train", cwd=tmp_path)
     call(*pip, "uninstall", "--quiet", "--yes", "muonmesh")

@@ -22,7 +22,20 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.layout import FlatShards, Interval, Layout, MeshLayout, Placement, Replicate, Shard
+from muonmesh.layout import (
+    FlatShards,
+    Interval,
+    Layout,
+    MeshLayout,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    cost,
+    make_plan,
+    split_matrices,
+)
 
 COUNT = int(os.environ.get("FUZZ", "120"))
 """How many layouts are planned; `make fuzz N=` sets it."""
@@ -305,3 +318,23 @@ def contents(layouts: Sequence[Layout], rank: int, wholes: Sequence[Tensor], pad
         for begin, length, start in layout.intervals[layout.within.ranks.index(rank)]:
             memory[start : start + length] = local[begin : begin + length]
     return memory
+
+
+# ---------------------------------------------------------------- plans
+
+
+def parameter(name: str, shape: tuple[int, ...], spec: Any, target: Layout, source: Layout | None = None) -> Parameter:
+    """Return what is planned of a parameter whose momentum lives where it does, or elsewhere."""
+    matrices = split_matrices(name, shape, spec)
+    flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
+    return Parameter(name, source or target, target, matrices, flops, "")
+
+
+def planned(shape: tuple[int, ...], spec: Any, layout: MeshLayout, bucket_elements: int = 50) -> Plan:
+    """Return the plan of one parameter."""
+    return make_plan([parameter("w", shape, spec, layout)], bucket_elements=bucket_elements)
+
+
+def canonical(matrix: Tensor) -> Tensor:
+    """Return a matrix as it is orthogonalized: no more rows than columns, contiguous."""
+    return (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT).clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 As a program it prints what happened as JSON; its launchers and ranks are its own descendants, so that it can count::
 
-    python -m tests.support.kills FOLDER --kills 100 --seed 0
+    python -m tests.support.kills FOLDER '{"kills": 100}'
 
 FOLDER holds ``text``, which is learned from; ``whole`` and ``killed`` are made there, the same run undisturbed and
 disturbed. Most launchers and ranks are copies of one process that has imported torch: what they call is what the
@@ -11,7 +11,6 @@ command calls, but they start in a fifth of a second. Every tenth start is the c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,9 @@ from muonmesh.tools.cli.launch import RankFailed, launch
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_files import locked
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
-from tests.support.runs import copy_texts
+from tests.support.runs import COMMAND, losses_of
 
 IMPORTED = (training, modeling_llama)  # by this process, once for all its copies
-COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SECONDS_TO_END = 60.0  # for all processes of a run, once one was killed
 LISTENS = "0A"  # a state in /proc/net/tcp
@@ -55,28 +53,11 @@ def options(run: Path, text: Path, *, steps: int, ranks: int) -> list[str]:
     return [str(value) for value in values]
 
 
-def learn_from(folder: Path) -> Path:
-    """Make ``folder/text``, a dozen files of the standard library; where it is."""
-    return copy_texts(folder / "text", 12)
-
-
 def begun_like(whole: Path, run: Path) -> None:
     """A run with the settings and the text of another, and no step made."""
     run.mkdir()
     load_settings(whole, out=str(run)).save(load_config(whole)["environment"])
     shutil.copy(whole / "corpus.json", run)
-
-
-def losses(run: Path) -> dict[str, float]:
-    """Every loss and validation loss of a run; the same step is never told twice."""
-    by_step: dict[str, float] = {}
-    for record in read_metrics(run):
-        for key in ("loss", "validation_loss"):
-            if key in record:
-                name = f"{key} of step {record['step']}"
-                assert name not in by_step, name
-                by_step[name] = record[key]
-    return by_step
 
 
 def files(folder: Path) -> set[str]:
@@ -237,7 +218,14 @@ def kill_at_a_random_moment(launcher: int, run: Path, chance: random.Random, ste
 
 
 def killed_run(
-    folder: Path, *, steps: int, kills: int, seed: int, ranks: list[int], commands: int, seconds: float
+    folder: Path,
+    *,
+    steps: int = 400,
+    kills: int = 100,
+    seed: int = 0,
+    ranks: Sequence[int] = (2,),
+    commands: int = 10,
+    seconds: float = 3000.0,
 ) -> dict[str, Any]:
     """Run it whole, then again with kills; what was killed, what was left, and how far losses are apart.
 
@@ -292,7 +280,7 @@ def killed_run(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     last_run = subprocess.run([*COMMAND, "--resume", str(run), "--ranks", str(ranks[0])], check=False, stdout=-3)
-    expected, resumed = losses(whole), losses(run)
+    expected, resumed = losses_of(whole), losses_of(run)
     assert expected.keys() == resumed.keys(), sorted(expected.keys() ^ resumed.keys())
     return {
         "kills": sum(counted.values()),
@@ -313,32 +301,7 @@ def killed_run(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--commands", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=3000.0)
-    arguments = parser.parse_args()
+if __name__ == "__main__":
     adopt()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a launcher would rightly ignore it
-    print(
-        json.dumps(
-            killed_run(
-                arguments.folder,
-                steps=arguments.steps,
-                kills=arguments.kills,
-                seed=arguments.seed,
-                ranks=arguments.ranks,
-                commands=arguments.commands,
-                seconds=arguments.seconds,
-            )
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps(killed_run(Path(sys.argv[1]), **json.loads(sys.argv[2]))))

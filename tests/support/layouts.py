@@ -44,6 +44,15 @@ MESHES: dict[str, tuple[tuple[int, ...], Any]] = {
     "four axes": ((1, 2, 1, 2), lambda n: [R, S(0), S(1 % n), strided(0, 2)]),
     "experts": ((2, 2), lambda n: [S(0), S(1 % n)] if n == 3 else [R, R]),
 }
+EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
+    "eight replicas": ((8,), lambda n: [R]),
+    "four replicas of pairs": ((4, 2), lambda n: [R, S(0)]),
+    "two replicas of four": ((2, 4), lambda n: [R, S(0)]),
+    "pairs of four replicas": ((2, 4), lambda n: [S(0), R]),
+    "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
+    "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),
+    "rows, cols, rows": ((2, 2, 2), lambda n: [S(0), S(n - 1), S(0)]),
+}
 
 
 @dataclass
@@ -173,8 +182,9 @@ def flat(
     tensor_parallel: int = 1,
     padding: int = 3,
     seed: int = 0,
+    groups: Sequence[dict[str, Any]] | None = None,
 ) -> Held:
-    """One flat buffer for the Muon half and one for AdamW's, cut anywhere, as ZeRO holds them.
+    """One flat buffer for each of the groups, or for the Muon half and for AdamW's, cut anywhere, as ZeRO holds them.
 
     The parameters (or their tensor-parallel shards) are laid end to end and the whole is cut at random places, one
     interval a rank of each data-parallel group, with padding at the end.
@@ -182,23 +192,19 @@ def flat(
     world, rank = dist.get_world_size(), dist.get_rank()
     data = world // tensor_parallel
     generator = torch.Generator().manual_seed(seed)
-    buffers: dict[str, list[str]] = {"muon": [], "adamw": []}
-    for name, (_, spec) in parameters.items():
-        buffers["adamw" if spec == "adamw" else "muon"].append(name)
     tensors: dict[str, Tensor] = {}
     contents: dict[str, list[FlatParameter]] = {}
-    groups = []
-    for buffer, names in buffers.items():
-        if not names:
-            continue
-        contents[buffer] = _cut_flat(parameters, names, data, tensor_parallel, padding, generator)
+    flat_groups = []
+    for group in _groups(values, parameters) if groups is None else groups:
+        buffer = group["name"]
+        contents[buffer] = _cut_flat(parameters, group["param_names"], data, tensor_parallel, padding, generator)
         size = contents[buffer][0].layout.sizes[rank]
         local = torch.zeros(size)
         for entry in contents[buffer]:
             _fill(local, values[entry.name], entry.layout, rank)
         tensors[buffer] = nn.Parameter(local)
-        group: dict[str, Any] = {"name": buffer, "algorithm": buffer, "params": [tensors[buffer]]}
-        groups.append({**group, "param_names": [buffer], **({"weight_decay": 0.05} if buffer == "adamw" else {})})
+        settings = {key: value for key, value in group.items() if key not in ("matrices", "reasons")}
+        flat_groups.append({**settings, "params": [tensors[buffer]], "param_names": [buffer]})
 
     def give(gradients: dict[str, Tensor | None]) -> None:
         for buffer, tensor in tensors.items():
@@ -224,7 +230,7 @@ def flat(
                         result[f"{entry.name}.{key}"] = value.clone()
         return {**gathered.join(parts, shapes), **result}
 
-    return Held(groups, {"layouts": contents}, give, whole, dict(tensors))
+    return Held(flat_groups, {"layouts": contents}, give, whole, dict(tensors))
 
 
 def _cut_flat(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.reference import adamw
 
@@ -149,3 +149,54 @@ def adam_half(*, lr: float, betas: tuple[float, float], eps: float, weight_decay
         return fresh
 
     return step
+
+
+# ------------------------------------------------------------------ what they save
+
+MATRICES = ("up.weight", "mid.weight")
+REST = ("embedding.weight", "up.bias", "head.weight", "head.bias")
+MARKS: dict[str, dict[str, Any]] = {
+    "keller_jordan": {"use_muon": True},
+    "dion": {"mu": 0.9, "algorithm": "muon"},
+    "deepspeed": {"use_muon": True, "ns_method": "gram"},
+    "emerging_optimizers": {"weight_decay_method": "decoupled"},
+    "megatron": {"is_expert_parallel": False},
+}
+"""What the groups of a package say."""
+KELLER_JORDAN = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-9, "weight_decay": 0.0}
+
+
+class Net(nn.Module):
+    """A model with two matrices for Muon."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 12, dtype=dtype)
+        self.up = nn.Linear(12, 20, dtype=dtype)
+        self.mid = nn.Linear(20, 20, bias=False, dtype=dtype)
+        self.head = nn.Linear(20, 10, dtype=dtype)
+
+
+def saved_state(package: str, momenta: Sequence[Tensor], moments: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """Return what a package saves after three steps: of its matrices, and of the rest both moments."""
+    of_dion, counts_in_groups = package == "dion", package in ("dion", "megatron")
+    momentum, first, second = (
+        ("momentum", "momentum", "variance") if of_dion else ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    )
+    entries: list[dict[str, Any]] = [{momentum: value} for value in momenta]
+    for mean, square in moments:
+        count = {"step_dev": torch.tensor(3.0)} if of_dion else {} if counts_in_groups else {"step": 3}
+        entries.append({first: mean, second: square, **count})  # newer ones of dion count on the device too
+    state, numbers = dict(enumerate(entries)), list(range(len(entries)))
+    marks = {**MARKS[package], **({"step": 3} if counts_in_groups else {})}
+    rest = {**marks, "use_muon": False} if "use_muon" in marks else marks
+    groups = [
+        {"params": numbers[: len(momenta)], **KELLER_JORDAN, **marks},
+        {"params": numbers[len(momenta) :], **ADAMW, **rest},
+    ]
+    if package == "megatron":  # one state dict for each half, wrapped where weights are half precision
+        halves = [{"state": {n: state[n] for n in group["params"]}, "param_groups": [group]} for group in groups]
+        return [{"optimizer": halves[0], "grad_scaler": {}}, halves[1]]
+    return {"state": state, "param_groups": groups}

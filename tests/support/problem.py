@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from tests.support import gathered
+from tests.support import gathered, layouts
 from tests.support.meshes import mesh_of
+from tests.support.reference import split
 
 # name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
 # the ranks, dims that no number of ranks divides, tall, wide and square, and every way to split a parameter.
@@ -71,28 +72,34 @@ def zeroed(step: int) -> dict[str, Tensor | None]:
 
 
 class Bag(nn.Module):
-    """Parameters by name."""
+    """Parameters by name; dots make modules inside."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
         super().__init__()
         for name, value in values.items():
-            self.register_parameter(name, nn.Parameter(value.clone()))
+            self.put(name, nn.Parameter(value.clone()))
+
+    def put(self, name: str, parameter: Tensor) -> None:
+        module: nn.Module = self
+        *path, key = name.split(".")
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(key, parameter)  # type: ignore[arg-type]
 
     def forward(self) -> Tensor:
         return sum((p.sum() for p in self.parameters()), torch.zeros(()))
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    muon = {"name": "muon", "algorithm": "muon", "params": [], "param_names": [], "matrices": []}
-    adamw = {"name": "adamw", "algorithm": "adamw", "params": [], "param_names": [], "weight_decay": 0.05}
-    for name, parameter in model.named_parameters():
-        spec = PARAMETERS[name][1]
-        group = adamw if spec == "adamw" else muon
-        group["params"].append(parameter)
-        group["param_names"].append(name)
-        if spec != "adamw":
-            group["matrices"].append(spec)
-    return [muon, adamw]
+    return layouts._groups(dict(model.named_parameters()), PARAMETERS)
+
+
+def matrices() -> list[Tensor]:
+    """Return the matrices of all parameters."""
+    muon = [(name, spec) for name, (_, spec) in PARAMETERS.items() if spec != "adamw"]
+    return [matrix for name, spec in muon for matrix in split(initial()[name], spec)]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -119,7 +126,7 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
         for name, value in values.items():
             placed = [p if not p.is_shard() or p.dim < value.ndim else Shard(0) for p in TWO_DIMS[layout]]
             distributed = distribute_tensor(value.clone(), mesh, placed, src_data_rank=None)
-            model.register_parameter(name, nn.Parameter(distributed))
+            model.put(name, nn.Parameter(distributed))
         return model, None
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if layout == "fsdp":
@@ -134,8 +141,37 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
     }[layout]
     for name, value in values.items():
         distributed = distribute_tensor(value.clone(), mesh, [placements(value)], src_data_rank=None)
-        model.register_parameter(name, nn.Parameter(distributed))
+        model.put(name, nn.Parameter(distributed))
     return model, None
+
+
+def holding(layout: str) -> layouts.Held:
+    """Hold the parameters in a layout of any kind, by its name.
+
+    A name of `hold`, of `layouts.MESHES` or `layouts.EIGHT` (DTensors, or with "declared" in front plain shards that
+    are declared), "flat", or "flat of tensor parallel".
+    """
+    if layout.startswith("flat"):
+        return layouts.flat(PARAMETERS, initial(), tensor_parallel=2 if "tensor" in layout else 1)
+    meshes, name = layouts.MESHES | layouts.EIGHT, layout.removeprefix("declared ")
+    if name in meshes:
+        sizes, placements = meshes[name]
+        kind = layouts.dtensors if layout == name else layouts.declared
+        return kind(PARAMETERS, initial(), mesh_of(sizes), lambda _, shape: placements(len(shape)))
+    model, group = hold(layout, initial())
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else placed_like(parameter, gradient)
+
+    settings = {"process_group": group}
+    return layouts.Held(groups(model), settings, give, functools.partial(result, model), dict(model.named_parameters()))
+
+
+def optimizer_of(parameters: layouts.Held, **settings: Any) -> mm.Muon:
+    """Return an optimizer of parameters held in any layout, with the problem's settings where no others are given."""
+    return mm.Muon(parameters.groups, **{**SETTINGS, **parameters.settings, **settings})
 
 
 def steps(
@@ -180,6 +216,13 @@ def alone(
     values = {name: value.to(param_dtype) for name, value in initial().items()}
     *_, (model, optimizer) = steps("local", count, values, gradients_of, prepare, **settings)
     return result(model, optimizer)
+
+
+def promised_and_counted(optimizer: mm.Muon) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what `explain` promises of a step, and what the last step did."""
+    promise, did = optimizer.explain(), optimizer.counts
+    promised = (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received)
+    return promised, (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received)
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

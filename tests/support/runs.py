@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from muonmesh.tools.cli.corpus import Corpus, save_corpus_of, standard_library
 from muonmesh.tools.cli.report import read_metrics
 from muonmesh.tools.cli.run_settings import Settings
 
+COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 Losses = dict[tuple[str, int, str], float]  # by optimizer, step and kind
 
 
@@ -21,6 +24,12 @@ def copy_texts(folder: Path, count: int) -> Path:
     for file in sorted(standard_library(), key=lambda path: path.name)[: 2 * count : 2]:
         shutil.copy(file, folder / f"{file.parent.name}-{file.name}")
     return folder
+
+
+def train_command(*options: object, **changes: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command with these options; ``changes`` are of `subprocess.run`."""
+    values: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 300, **changes}
+    return subprocess.run([*COMMAND, *map(str, options)], **values)
 
 
 def prepare_run(directory: Path, corpus: Corpus, **values: Any) -> Path:
@@ -33,13 +42,11 @@ def prepare_run(directory: Path, corpus: Corpus, **values: Any) -> Path:
 
 
 def losses_of(run: Path) -> Losses:
-    """Return every loss and validation loss of a run."""
-    return {
-        (record["run"], record["step"], key): record[key]
-        for record in read_metrics(run)
-        for key in ("loss", "validation_loss")
-        if key in record
-    }
+    """Return every loss and validation loss of a run; the same step is never told twice."""
+    records = [(record, key) for record in read_metrics(run) for key in ("loss", "validation_loss") if key in record]
+    losses = {(record["run"], record["step"], key): record[key] for record, key in records}
+    assert len(losses) == len(records)
+    return losses
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 600.0) -> None:

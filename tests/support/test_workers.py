@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.on_ranks import on_ranks
 from tests.support.workers import Pool, RankFailure
 
 Workers = Callable[[int], Pool]
@@ -139,6 +142,12 @@ def _one_collective_too_many() -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
+def _read_no_memory_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +155,8 @@ def test_a_rank_that_dies_or_falls_out_of_step_is_reported_and_replaced(
     monkeypatch.setattr("tests.support.workers.STEP_SECONDS", 3.0)
     with pytest.raises(RankFailure, match="rank 1 of 2 died: exit code 3"):
         workers(2).run(_die_on_rank_1)
+    with pytest.raises(RankFailure, match=r"(?s)died: exit code -11.*Segmentation fault.*_read_no_memory"):
+        workers(2).run(_read_no_memory_on_rank_1)
     with pytest.raises(RankFailure, match="different collectives"):
         workers(2).run(_one_collective_too_many)
     assert workers(2).run(_sum_of_ranks, [1.0, 2.0])[0][1].item() == 3.0
@@ -168,3 +179,20 @@ def test_tensors_come_back_as_plain_copies_and_dtensors_are_refused(workers: Wor
     assert [type(shard) for shard in shards] == [torch.Tensor] * 2
     with pytest.raises(RankFailure, match=r"return its \.to_local\(\)"):
         workers(2).run(_sharded)
+
+
+@pytest.mark.parametrize("number", [3])
+@on_ranks(2)
+def test_a_body_that_every_rank_runs(number: int, tmp_path: Path) -> None:
+    assert (dist.get_world_size(), number) == (2, 3)
+    assert tmp_path.is_dir()
+
+
+@on_ranks(2)
+def _bodies_that_differ() -> None:
+    assert dist.get_rank() + 5 == 5
+
+
+def test_an_assert_that_fails_on_a_rank_shows_its_values(workers: Workers) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised[\s\S]*assert \(1 \+ 5\) == 5"):
+        _bodies_that_differ(workers=workers)

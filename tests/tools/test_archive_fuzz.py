@@ -25,7 +25,7 @@ from tests.support.tensors import same_bits
 COVERS = ("tools.checkpoints.archive.read_archive",)
 
 
-def trained() -> tuple[torch.nn.Module, mm.Muon]:
+def trained_layers() -> tuple[torch.nn.Module, mm.Muon]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
     optimizer = mm.from_model(model, lr=0.1)
@@ -34,7 +34,7 @@ def trained() -> tuple[torch.nn.Module, mm.Muon]:
     return model, optimizer
 
 
-def outcome(load: Callable[[], Any], right: Any) -> str:
+def outcome_of_load(load: Callable[[], Any], right: Any) -> str:
     try:
         content = load()
     except FileError as error:
@@ -44,7 +44,7 @@ def outcome(load: Callable[[], Any], right: Any) -> str:
 
 def save_whole(folder: Path) -> Any:
     """A full state dict, as rank 0 of any layout would save it, and what it holds."""
-    model, optimizer = trained()
+    model, optimizer = trained_layers()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
     torch.save(state, folder / "state.pt")
     return state
@@ -57,7 +57,7 @@ def of_saved(root: Path, count: int) -> Counter[str]:
     for number in range(count):
         folder = shutil.copytree(root / "whole", root / str(number))
         mutation = mutate(folder, ["state.pt"], root / "outside", number)
-        result = outcome(lambda folder=folder: read_archive(folder / "state.pt"), right)
+        result = outcome_of_load(lambda folder=folder: read_archive(folder / "state.pt"), right)
         assert result in ("refused", "equal"), (number, mutation, result)
         outcomes[result] += 1
         shutil.rmtree(folder)
@@ -77,10 +77,10 @@ def test_a_mutated_file_is_refused_or_harmless(count: int, tmp_path: Path) -> No
 def test_bytes_that_torch_load_takes_for_what_was_written_are_refused(reader: str, tmp_path: Path) -> None:
     """By all that read a file of torch.save: the doctor, and what takes another optimizer's state."""
     read: dict[str, Callable[[Path], Any]] = {"read_archive": read_archive}
-    read["convert"] = lambda path: mm.checkpoint.convert(path, trained()[1], package="torch")
+    read["convert"] = lambda path: mm.checkpoint.convert(path, trained_layers()[1], package="torch")
     save_whole(tmp_path)
     content = bytearray((tmp_path / "state.pt").read_bytes())
-    weight = trained()[0].state_dict()["0.weight"].numpy().tobytes()
+    weight = trained_layers()[0].state_dict()["0.weight"].numpy().tobytes()
     content[content.index(weight) + 2] ^= 0x40
     (tmp_path / "state.pt").write_bytes(bytes(content))
     torch.load(tmp_path / "state.pt", weights_only=True)

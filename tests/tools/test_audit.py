@@ -1,28 +1,36 @@
-"""`muonmesh.audit` in one process: what it says of optimizers whose steps are known, and that it leaves no trace."""
+"""`muonmesh.audit`: what it says of optimizers whose steps are known, also on ranks, and that it leaves no trace."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import muonmesh as mm
 from muonmesh.layout.matrix import split_matrices
 from muonmesh.tools.auditing.judge import of_matrices, polar
 from muonmesh.tools.auditing.probe import probing_gradient
-from tests.support.audited import MATRICES, Net, backward, halves, torchs, verdicts
+from tests.support.audited import MATRICES, BySvd, Net, backward, halves, torchs, verdicts
+from tests.support.workers import Pool
 
 COVERS = (
     "tools.auditing.audit.audit",
     "tools.auditing.judge.judge",
     "tools.auditing.probe.probing_gradient",
+    "tools.local_part.local_part",
 )
 
 # ------------------------------------------------------------------ what it compares with
@@ -121,28 +129,10 @@ def test_what_is_not_orthogonalized_is_told() -> None:
     assert set(verdicts(lost).values()) == {"not in the optimizer"}
 
 
-class Blocks(Optimizer):
-    """Orthogonalizes the upper and the lower half of each matrix, twice as far as it should."""
-
-    def __init__(self, params: Iterable[nn.Parameter], *, halves: int, times: float = 1.0, decay: float = 0.1) -> None:
-        self.halves, self.times = halves, times
-        super().__init__(params, {"lr": 0.1, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"] * group["decay"])
-                for part, gradient in zip(*(t.chunk(self.halves) for t in (parameter, parameter.grad)), strict=True):
-                    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
-                    rank = max(1, min(64, parameter.shape[0] // 2, parameter.shape[1] // 2))
-                    part.sub_(group["lr"] * self.times * (u[:, :rank] @ v[:rank]))
-
-
 def test_blocks_and_steps_of_another_size_are_told() -> None:
     model = nn.ModuleDict({name: nn.Linear(24, 24, bias=False) for name in ("a", "b", "c")})
     a, b, c = model.parameters()
-    blocks = [Blocks([a], halves=1), Blocks([b], halves=2), Blocks([c], halves=1, times=2.0)]
+    blocks = [BySvd([a]), BySvd([b], blocks=2), BySvd([c], times=2.0)]
     rows = {
         row.weight: row for row in mm.audit(blocks, model, groups=mm.split_params(model, overrides={".*": "muon"})).rows
     }
@@ -163,25 +153,11 @@ def test_rules_of_muonmesh_are_orthogonalizations(rule: str) -> None:
     assert set(verdicts(report).values()) == {"orthogonalized"}, report
 
 
-class Svd(Optimizer):
-    """Orthogonalizes each matrix by an SVD, whose arbitrary vectors fill the null space of a gradient of low rank."""
-
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                u, _, v = torch.linalg.svd(parameter.grad.float(), full_matrices=False)
-                parameter.sub_(group["lr"] * (u @ v))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_svd_that_fills_null_spaces_hides_nothing(dtype: torch.dtype) -> None:
     model = Net(width=32).to(dtype)
     matrices, others = halves(model)
-    report = mm.audit([Svd(matrices), torch.optim.AdamW(others)], model)
+    report = mm.audit([BySvd(matrices, fill=True), torch.optim.AdamW(others)], model)
     rows = {row.weight: row for row in report.rows if row.weight in MATRICES}
     assert rows.pop("attn.in_proj_weight").verdict == "as one matrix", report
     assert {row.verdict for row in rows.values()} == {"orthogonalized"}, report
@@ -214,13 +190,11 @@ def test_finished_updates_that_are_scaled_are_told() -> None:
     assert "fit no scale mode that muonmesh knows" in str(mm.audit(optimizer, model, groups=groups))
 
 
-class Arbitrary(Svd):
+class Arbitrary(BySvd):
     """Steps by matrices with equal singular values that have nothing to do with the gradient."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.sub_(nn.init.orthogonal_(torch.empty_like(parameter)))
+    def update_of(self, gradient: Tensor) -> Tensor:
+        return nn.init.orthogonal_(torch.empty_like(gradient))
 
 
 def test_orthogonal_matrices_that_are_no_polar_factors_are_unknown() -> None:
@@ -294,7 +268,7 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def trained(name: str, *, audited: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def trained_and_audited(name: str, *, audited: bool) -> tuple[list[Tensor], list[dict[str, Any]]]:
     model = Net()
     optimizer = MAKERS[name](model)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
@@ -319,8 +293,8 @@ def trained(name: str, *, audited: bool) -> tuple[list[Tensor], list[dict[str, A
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_training_that_is_audited_goes_on_bit_for_bit(name: str) -> None:
-    weights, states = trained(name, audited=True)
-    plain_weights, plain_states = trained(name, audited=False)
+    weights, states = trained_and_audited(name, audited=True)
+    plain_weights, plain_states = trained_and_audited(name, audited=False)
     assert all(torch.equal(weight, plain_weight) for weight, plain_weight in zip(weights, plain_weights, strict=True))
     for state, before in zip(states, plain_states, strict=True):
         assert str(state["param_groups"]) == str(before["param_groups"])
@@ -383,3 +357,119 @@ def test_the_report_has_whole_names_and_fits_json() -> None:
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert len(content["rows"]) == len(report.rows)
     assert content["ok"] is False
+
+
+# ------------------------------------------------------------------ on ranks
+
+
+def sharded_net(kind: str) -> nn.Module:
+    model = Net()
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        return fully_shard(model)  # type: ignore[return-value]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])  # type: ignore[return-value]
+
+
+def stored_weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """What this rank has of the weights and of their state."""
+    states = [entry for state in optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (*(p.detach() for p in model.parameters()), *states)]
+
+
+def audited(kind: str) -> dict[str, dict[str, str]]:
+    """What is said of three optimizers; and that all ranks say the same, and nothing has changed."""
+    model = sharded_net(kind)
+    optimizer = mm.from_model(model, lr=1e-3)
+    backward(model)
+    gradients = [p.grad for p in model.parameters()]
+    optimizer.step()
+    before = [weight.clone() for weight in stored_weights(model, optimizer)]
+    reports = {"ours": mm.audit(optimizer, model), "torch": mm.audit(torchs(getattr(model, "module", model)), model)}
+    reports["local"] = mm.audit(BySvd(model.parameters()), model)
+    assert len(before) > len(gradients)
+    assert all(map(torch.equal, before, stored_weights(model, optimizer)))
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, {name: str(report) for name, report in reports.items()})
+    assert all(text == texts[0] for text in texts)
+    assert reports["ours"].ok, reports["ours"]
+    for row in reports["local"].rows:
+        if row.verdict == "each shard alone":
+            assert row.matrices == 1, "a shard is one matrix, also of fused weights"
+    return {name: verdicts(report) for name, report in reports.items()}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 2), ("tp", 4)])
+def test_shards_and_replicas_are_judged_whole(workers: Callable[[int], Pool], kind: str, ranks: int) -> None:
+    by_report = workers(ranks).run(audited, kind)[0]
+    assert {by_report["ours"][name] for name in MATRICES} == {"orthogonalized"}
+    assert by_report["torch"]["attn.in_proj_weight"] == "as one matrix"
+    assert by_report["torch"]["up.weight"] == "orthogonalized"
+    alone = "orthogonalized" if kind == "ddp" else "each shard alone"
+    assert by_report["local"]["up.weight"] == by_report["local"]["down.weight"] == alone
+    assert by_report["local"]["up.bias"] == "follows the gradient"
+
+
+def exactly() -> list[mm.AuditRow]:
+    """What is said of an SVD, whose arbitrary vectors fill the null spaces of the shards; and of one after MuonEq."""
+    rows = []
+    for balanced in (False, True):
+        model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False))
+        fully_shard(model)
+        groups = mm.split_params(model, overrides={".*": "muon"})
+        report = mm.audit(BySvd(model.parameters(), fill=True, rows=balanced), model, groups=groups)
+        assert not report.ok
+        rows += report.rows
+    return rows
+
+
+def test_shards_that_an_exact_svd_orthogonalizes_are_told(workers: Callable[[int], Pool]) -> None:
+    for row in workers(2).run(exactly)[0]:
+        assert (row.verdict, row.mend[:34]) == ("each shard alone", "each rank orthogonalizes its shard"), row
+        assert row.like > 0.98
+        assert 0.6 < row.size < 1.6
+
+
+def verdicts_on_ranks_apart() -> set[str]:
+    model = DistributedDataParallel(Net())
+    return set(verdicts(mm.audit(BySvd(model.parameters(), apart=1e-3), model)).values())
+
+
+def test_replicas_that_end_apart_are_told(workers: Callable[[int], Pool]) -> None:
+    assert workers(2).run(verdicts_on_ranks_apart) == [{"replicas differ"}] * 2
+
+
+def audited_stages() -> dict[str, str]:
+    stage = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(12, 20), "shared": nn.Linear(20, 12)})
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.fill_(0.5)
+    groups = mm.split_params(stage, overrides={"weight": "muon"})
+    return verdicts(mm.audit(mm.Muon(groups, process_group="local"), stage, groups=groups))
+
+
+def test_ranks_may_have_other_weights(workers: Callable[[int], Pool]) -> None:
+    first, second = workers(2).run(audited_stages)
+    assert first == second
+    assert {name for name, verdict in first.items() if verdict == "orthogonalized"} == {
+        "layer0.weight",
+        "layer1.weight",
+        "shared.weight",
+    }
+    assert set(first.values()) == {"orthogonalized", "elementwise"}
+
+
+def one_on_meta() -> None:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = nn.Linear(4, 4)
+    mm.audit(torch.optim.AdamW(model.parameters()), model)
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank(workers: Callable[[int], Pool]) -> None:
+    first, second = workers(2).run_expecting_errors(one_on_meta)
+    assert "rank 1: " in (first.message or "")
+    assert "weight on the meta device" in (first.message or "")
+    assert "weight on the meta device" in (second.message or "")

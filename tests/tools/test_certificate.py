@@ -40,7 +40,7 @@ def shards_alone(layout: Layout, audited: bool) -> Any:
     return of_module(lambda parameters, layout, mesh: ShardsAlone(parameters))(layout, audited)
 
 
-def refused() -> None:
+def raises_on_all() -> None:
     raise ValueError("tests take no DTensor")
 
 
@@ -94,7 +94,7 @@ def test_differences_are_in_units_of_one_update() -> None:
 @pytest.mark.parametrize(
     ("run", "word", "message"),
     [
-        (refused, "refuses", "ValueError: tests take no DTensor"),
+        (raises_on_all, "refuses", "ValueError: tests take no DTensor"),
         (refused_on_one_rank, "fails", "ValueError: tests take no rank 0"),
         (accident, "fails", "KeyError: 'nothing'"),
         (of_ranks_that_differ, "replicas differ", "ReplicasError: the ranks hold different values of "),

@@ -10,10 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,26 +129,16 @@ def test_settings_that_were_changed_after_the_run_had_begun_are_refused(tmp_path
     assert load_settings(tmp_path, out="moved") == Settings(out="moved", ranks=4, parallel="ddp", timeout=9)
 
 
-WRONG: dict[str, Any] = {
-    "clip": 1e300,
-    "steps": "many",
-    "ranks": True,
-    "lr": float("nan"),
-    "weight_decay": float("inf"),
-    "seed": 2**70,
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kind_of_setting_names_the_file_and_the_option(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**_content(tmp_path), name: WRONG[name]}))
-    with pytest.raises(FileError, match=rf"config\.json: --{name.replace('_', '-')} .*: needed"):
-        load_settings(tmp_path)
-
-
-def test_a_step_that_no_checkpoint_could_be_named_after_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--steps 100000000: needed a whole number of at most 99999999"):
-        Settings(out="x", steps=10**8)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 10**8}, "--steps 100000000: needed a whole number of at most 99999999"),  # a name of a checkpoint
+        ({"vocab": 2**31 - 1}, "--vocab 2147483647: needed a whole number of at most 1048576"),  # the library aborts
+    ],
+)
+def test_numbers_beyond_what_can_be_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(out="x", **values)
 
 
 @settings(max_examples=200, deadline=None)
@@ -178,41 +170,38 @@ def prepared(tmp_path: Path) -> tuple[Path, Path]:
     return text, Path(prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache").directory)
 
 
-def test_tokens_that_have_changed_are_noticed(prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    text, folder = prepared
-    tokens = bytearray((folder / "train.bin").read_bytes())
-    tokens[-8] ^= 1
-    (folder / "train.bin").write_bytes(bytes(tokens))
-    with pytest.raises(FileError, match=r"its tokens have changed since they were written\. Remove the folder"):
-        prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
+def changed_bit(file: Path, content: bytes) -> None:
+    file.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "pickled", "pipe"])
+def pickled(file: Path, content: bytes) -> None:
+    with file.open("wb") as stream:
+        np.save(stream, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+
+
+LOST = r"train\.bin: .*; needed the \d+ tokens that corpus\.json tells of"
+NO_TOKENIZER = r"tokenizer\.json: found .*; needed the tokenizer of the \d+ tokens beside it"
+DAMAGED: dict[str, tuple[str, Callable[[Path, bytes], object], str]] = {
+    "changed": ("train.bin", changed_bit, r"its tokens have changed since they were written\. Remove the folder"),
+    "cut": ("train.bin", lambda file, content: file.write_bytes(content[:-10]), LOST),
+    "gone": ("train.bin", lambda file, content: None, LOST),
+    "pickled": ("train.bin", pickled, LOST),
+    "pipe": ("train.bin", lambda file, content: os.mkfifo(file), LOST),
+    **{
+        f"tokenizer {text}": ("tokenizer.json", lambda file, content, text=text: file.write_text(text), NO_TOKENIZER)
+        for text in ("", '{"model": 5}', '{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_tokens_are_one_sentence(damage: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    import numpy as np
-
-    text, folder = prepared
-    file = folder / "train.bin"
-    content = file.read_bytes()
-    file.unlink()
-    if damage == "cut":
-        file.write_bytes(content[:-10])
-    elif damage == "pickled":
-        with file.open("wb") as stream:
-            np.save(stream, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
-    elif damage == "pipe":
-        os.mkfifo(file)
-    with pytest.raises(FileError, match=r"train\.bin: .*; needed the \d+ tokens that corpus\.json tells of"):
-        prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
-
-
-@pytest.mark.parametrize("content", ["", '{"model": 5}', '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
-def test_a_damaged_tokenizer_is_one_sentence(content: str, prepared: tuple[Path, Path], tmp_path: Path) -> None:
-    text, folder = prepared
-    (folder / "tokenizer.json").write_text(content)
-    corpus = prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache")
-    with pytest.raises(FileError, match=r"tokenizer\.json: found .*; needed the tokenizer of the \d+ tokens beside it"):
-        corpus.tokenizer()
+    (text, folder), (name, spoil, message) = prepared, DAMAGED[damage]
+    content = (folder / name).read_bytes()
+    (folder / name).unlink()
+    spoil(folder / name, content)
+    with pytest.raises(FileError, match=message):
+        prepare_corpus([str(text)], vocab=300, cache=tmp_path / "cache").tokenizer()
 
 
 def test_a_text_that_is_one_long_word_is_learnt_from_in_pieces(tmp_path: Path) -> None:
@@ -221,12 +210,6 @@ def test_a_text_that_is_one_long_word_is_learnt_from_in_pieces(tmp_path: Path) -
     tokenizer = prepare_corpus([str(tmp_path / "genome.txt")], vocab=300, cache=tmp_path / "cache").tokenizer()
     assert max(map(len, tokenizer.get_vocab())) <= 1000
     assert tokenizer.pre_tokenizer.pre_tokenize_str("A" * 5000) == [("A" * 5000, (0, 5000))], "encoded whole"
-
-
-def test_a_vocabulary_for_which_no_memory_suffices_is_refused() -> None:
-    """The library reserves memory for it before it learns, and would abort the process."""
-    with pytest.raises(ValueError, match=r"--vocab 2147483647: needed a whole number of at most 1048576"):
-        Settings(out="x", vocab=2**31 - 1)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

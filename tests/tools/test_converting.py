@@ -6,39 +6,35 @@ restated in fp64 in `tests/support/peers.py`. The packages themselves run in `te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import muonmesh as mm
 from muonmesh.checkpoint import convert
-from tests.support import peers
+from muonmesh.errors import FileError, StateError
+from muonmesh.tools.migration import PackageName
+from tests.support import peers, problem
+from tests.support.mutations import MANY, QUICK, mutate_value
+from tests.support.peers import ADAMW, KELLER_JORDAN, MATRICES, REST, Net
 from tests.support.tensors import random_fp64
+from tests.support.workers import Pool
 
 COVERS = ("tools.checkpoints.conversion.convert",)
 
 EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 
 
-class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(10, 12, dtype=dtype)
-        self.up = nn.Linear(12, 20, dtype=dtype)
-        self.mid = nn.Linear(20, 20, bias=False, dtype=dtype)
-        self.head = nn.Linear(20, 10, dtype=dtype)
-
-
-MATRICES = ("up.weight", "mid.weight")
-REST = ("embedding.weight", "up.bias", "head.weight", "head.bias")
-
-
-def give(model: nn.Module, seed: int) -> None:
+def give_fp64(model: nn.Module, seed: int) -> None:
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = random_fp64(*parameter.shape, seed=100 * seed + number).to(parameter.dtype)
 
@@ -56,7 +52,7 @@ def named_state(model: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.
     return [(name, parameter) for name, parameter in model.named_parameters() if name in names]
 
 
-def copied(model: nn.Module) -> Any:
+def copied_net(model: nn.Module) -> Any:
     fresh = Net(next(model.parameters()).dtype)
     fresh.load_state_dict(model.state_dict())
     return fresh
@@ -76,10 +72,10 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
     source = Net(torch.float32)
     optimizers = torch_pair(source)
     for seed in range(3):
-        give(source, seed)
+        give_fp64(source, seed)
         for optimizer in optimizers:
             optimizer.step()
-    model = copied(source)
+    model = copied_net(source)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     muon = mm.from_model(model, **mm.convert_settings(*optimizers))
     sources: list[Any] = [*optimizers] if how == "optimizers" else [half.state_dict() for half in optimizers]
@@ -89,7 +85,7 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
         sources = [tmp_path / f"{number}.pt" for number in range(2)]
     muon.load_state_dict(convert(sources, muon, package=None if how == "optimizers" else "torch"))
     for network in (model, source):
-        give(network, 3)
+        give_fp64(network, 3)
     for optimizer in (muon, *optimizers):
         optimizer.step()
     differences = apart_after_steps(model, source, start)
@@ -99,64 +95,38 @@ def test_torch_s_muon_and_adamw_go_on_here(how: str, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------ the others, by their formulas
 
-Walk = tuple[str, Callable[..., peers.Step], dict[str, Any], dict[str, Any]]
+Walk = tuple[str, Callable[..., peers.Step], dict[str, Any]]
 DION = {"lr": 0.02, "mu": 0.9, "weight_decay": 0.1, "nesterov": True, "adjust_lr": "rms_norm", "cautious_wd": False}
 EMERGING = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "coefficient_type": "quintic"}
 EMERGING |= {"num_ns_steps": 5, "scale_mode": "spectral", "extra_scale_factor": 0.2}
-JORDAN = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 PEERS: dict[str, Walk] = {
-    "keller_jordan": ("keller_jordan", peers.keller_jordan, JORDAN, {"use_muon": True}),
-    "dion": ("dion", peers.dion, {**DION, "use_polar_express": True}, {"mu": 0.9, "algorithm": "muon"}),
-    "emerging_optimizers": (
-        "emerging_optimizers",
-        peers.emerging_optimizers,
-        EMERGING,
-        {"momentum": 0.9, "weight_decay_method": "decoupled"},
-    ),
-    "megatron": ("emerging_optimizers", peers.emerging_optimizers, EMERGING, {"is_expert_parallel": False}),
+    "keller_jordan": ("keller_jordan", peers.keller_jordan, KELLER_JORDAN),
+    "dion": ("dion", peers.dion, {**DION, "use_polar_express": True}),
+    "emerging_optimizers": ("emerging_optimizers", peers.emerging_optimizers, EMERGING),
+    "megatron": ("emerging_optimizers", peers.emerging_optimizers, EMERGING),
 }
-ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-9, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_the_next_step_is_theirs(name: str) -> None:
     """Three steps by their formulas in fp64, their state as they save it, and one more step by each."""
-    package, peer, settings, marks = PEERS[name]
-    source = Net()
+    package, peer, settings = PEERS[name]
+    source = Net(torch.float64)
     ends = {key: parameter.detach().clone() for key, parameter in source.named_parameters()}
     memories: dict[str, dict[str, Any]] = {key: {} for key in ends}
     steps = {key: peer(**settings) if key in MATRICES else peers.adam_half(**ADAMW) for key in ends}
 
     def walk(seed: int) -> None:
-        give(source, seed)
+        give_fp64(source, seed)
         for key, parameter in source.named_parameters():
             ends[key] = steps[key](ends[key], parameter.grad, memories[key])
 
     for seed in range(3):
         walk(seed)
-    state: dict[int, dict[str, Any]] = {}
-    for number, key in enumerate([*MATRICES, *REST]):
-        memory = memories[key]
-        if key in MATRICES:
-            state[number] = {"momentum" if name == "dion" else "momentum_buffer": memory["m"]}
-        else:
-            first, second = ("momentum", "variance") if name == "dion" else ("exp_avg", "exp_avg_sq")
-            state[number] = {first: memory["adamw"]["exp_avg"], second: memory["adamw"]["exp_avg_sq"]}
-            if name not in ("dion", "megatron"):
-                state[number]["step"] = 3
-            if name == "dion":  # newer ones count on the device too
-                state[number]["step_dev"] = torch.tensor(3.0)
-    counted = {"step": 3} if name in ("dion", "megatron") else {}
-    groups = [
-        {"params": [0, 1], **JORDAN, **marks, **counted},
-        {"params": [2, 3, 4, 5], **ADAMW, **{key: marks[key] for key in marks if key != "momentum"}, **counted},
-    ]
-    groups[1] |= {"use_muon": False} if "use_muon" in marks else {}
-    saved: Any = {"state": state, "param_groups": groups}
-    if name == "megatron":  # one state dict for each half, wrapped where weights are half precision
-        halves = [{"state": {n: state[n] for n in g["params"]}, "param_groups": [g]} for g in groups]
-        saved = [{"optimizer": halves[0], "grad_scaler": {}}, halves[1]]
-    model = Net()
+    adamws = [memories[key]["adamw"] for key in REST]
+    momenta = [memories[key]["m"] for key in MATRICES]
+    saved = peers.saved_state(name, momenta, [(memory["exp_avg"], memory["exp_avg_sq"]) for memory in adamws])
+    model = Net(torch.float64)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(ends[key])
@@ -166,7 +136,7 @@ def test_the_next_step_is_theirs(name: str) -> None:
     muon = mm.from_model(model, **{**rules, "adamw": rest}, **EXACT)
     muon.load_state_dict(convert(saved, muon, package=package, params=[MATRICES, REST]))  # type: ignore[arg-type]
     walk(3)
-    give(model, 3)
+    give_fp64(model, 3)
     muon.step()
     with torch.no_grad():
         for key, parameter in source.named_parameters():
@@ -177,28 +147,23 @@ def test_the_next_step_is_theirs(name: str) -> None:
 # ------------------------------------------------------------------ names, order, ranks
 
 
-def jordan_state(model: nn.Module, order: list[str], stored: set[str]) -> dict[str, Any]:
+def jordan_state(model: nn.Module, order: Sequence[str], stored: Sequence[str]) -> dict[str, Any]:
     """What one rank of KellerJordan's distributed MuonWithAuxAdam saves: the momentum of some matrices."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in enumerate([*order, *REST]):
-        if name in stored:
-            state[number] = {"momentum_buffer": random_fp64(*shapes[name], seed=7 + MATRICES.index(name))}
-        elif name in REST:
-            state[number] = {
-                "exp_avg": random_fp64(*shapes[name]),
-                "exp_avg_sq": random_fp64(*shapes[name]).abs(),
-                "step": 3,
-            }
-    groups = [{"params": [0, 1], "use_muon": True, **JORDAN}, {"params": [2, 3, 4, 5], "use_muon": False, **ADAMW}]
-    return {"state": state, "param_groups": groups}
+    momenta = [random_fp64(*shapes[name], seed=7 + MATRICES.index(name)) for name in order]
+    moments = [(random_fp64(*shapes[name]), random_fp64(*shapes[name]).abs()) for name in REST]
+    saved: dict[str, Any] = peers.saved_state("keller_jordan", momenta, moments)
+    for number, name in enumerate(order):
+        if name not in stored:
+            del saved["state"][number]
+    return saved
 
 
 def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() -> None:
-    model = Net()
+    model = Net(torch.float64)
     muon = mm.from_model(model, **EXACT)
     ordered = ["mid.weight", "up.weight"]  # by shape, the largest first; the model has them the other way round
-    ranks = [jordan_state(model, ordered, {name}) for name in ordered]
+    ranks = [jordan_state(model, ordered, [name]) for name in ordered]
     muon.load_state_dict(convert(ranks, muon, package="keller_jordan", params=[MATRICES, REST]))
     for name, parameter in model.named_parameters():
         if name in MATRICES:
@@ -213,7 +178,7 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
 
 def test_what_the_source_lacks_begins_anew_if_asked() -> None:
     """AdamW trained the whole model, or only Muon's state was kept."""
-    model = Net()
+    model = Net(torch.float64)
     adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -227,7 +192,7 @@ def test_what_the_source_lacks_begins_anew_if_asked() -> None:
     assert all(torch.equal(muon.state[named[name]]["exp_avg"], adamw.state[named[name]]["exp_avg"]) for name in REST)
 
     other = mm.from_model(model, **EXACT)
-    half = jordan_state(model, list(MATRICES), set(MATRICES))
+    half = jordan_state(model, MATRICES, MATRICES)
     for number in (2, 3, 4, 5):
         del half["state"][number]
     other.load_state_dict(convert(half, other, package="keller_jordan", params=[MATRICES, REST], strict=False))
@@ -244,7 +209,7 @@ class Program:
 
 
 def fine_conversion(model: nn.Module) -> dict[str, Any]:
-    return jordan_state(model, list(MATRICES), set(MATRICES))
+    return jordan_state(model, MATRICES, MATRICES)
 
 
 Spoil = Callable[[dict[str, Any]], Any]
@@ -284,7 +249,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_does_not_fit_is_refused(how: str) -> None:
     spoil, message = REFUSED[how]
-    model = Net()
+    model = Net(torch.float64)
     saved = fine_conversion(model)
     spoil(saved)
     with pytest.raises((mm.StateError, ValueError), match=message):
@@ -292,7 +257,7 @@ def test_what_does_not_fit_is_refused(how: str) -> None:
 
 
 def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
-    model = Net()
+    model = Net(torch.float64)
     muon, saved = mm.from_model(model), fine_conversion(model)
     jordan: Any = {"package": "keller_jordan"}
     with pytest.raises(
@@ -328,3 +293,144 @@ def test_the_way_it_was_asked_for_is_refused(tmp_path: Path) -> None:
             convert(path, muon, params=[MATRICES, REST], **jordan)
     assert not (tmp_path / "touched").exists()
     assert not Path("touched").exists()
+
+
+# ------------------------------------------------------------------ shards
+
+
+class Sharded(nn.Module):
+    """Two ranks cut each parameter, one of them unevenly: torch's Muon takes even shards only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 8, bias=False)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(8, 5)
+
+
+def give_cut(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = problem.placed_like(parameter, torch.randn(parameter.shape, generator=generator))
+
+
+def torchs_pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+    rest = [(name, p) for name, p in model.named_parameters() if name != "up.weight"]
+    muon = torch.optim.Muon([("up.weight", model.get_parameter("up.weight"))], lr=0.02, weight_decay=0.1)
+    return [muon, torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0)]
+
+
+def converted(live: bool) -> list[str]:
+    """The names of what is not bit for bit as in one process, after a step from converted state."""
+    single, sharded = Sharded(), Sharded()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    ends = []
+    pairs = {id(model): torchs_pair(model) for model in (single, sharded)}
+    for model in (single, sharded):
+        for seed in range(2):
+            give_cut(model, seed)
+            for optimizer in pairs[id(model)]:
+                optimizer.step()
+    with torch.no_grad():  # sharded sums round otherwise: the weights and the state of one process for both
+        for name, parameter in single.named_parameters():
+            cut = sharded.get_parameter(name)
+            cut.copy_(problem.placed_like(cut, parameter.detach()))
+    for model in (single, sharded):
+        settings = mm.convert_settings(*pairs[id(model)])
+        muon = mm.from_model(model, **settings, process_group="local", compute_dtype=torch.float32)
+        if live and model is sharded:
+            state = convert(pairs[id(sharded)], muon)
+            assert all(isinstance(e["exp_avg"], DTensor) for e in state["state"].values() if "exp_avg" in e)
+        else:
+            state = convert([optimizer.state_dict() for optimizer in pairs[id(single)]], muon, package="torch")
+        muon.load_state_dict(state)
+        give_cut(model, 2)
+        muon.step()
+        ends.append({name: problem.whole(parameter) for name, parameter in model.named_parameters()})
+    return [name for name, end in ends[0].items() if not torch.equal(end, ends[1][name])]
+
+
+def test_shards_go_on_with_the_bits_of_one_process(workers: Callable[[int], Pool]) -> None:
+    assert workers(2).run(converted, True) == [[], []]
+    assert workers(2).run(converted, False) == [[], []]
+
+
+# ------------------------------------------------------------------ mutated state
+
+
+SENTENCE = re.compile(r"[^\n]+: found [^\n]+; needed [^\n]+")
+
+
+def saved_by(package: str, model: nn.Module) -> Any:
+    """What a package saves after three steps: torch's two by stepping, the others in their form."""
+    named = dict(model.named_parameters())
+    if package in ("torch", "adamw"):
+        muon = torch.optim.Muon([(name, named[name]) for name in MATRICES], lr=0.02)
+        rest = torch.optim.AdamW([(name, named[name]) for name in REST], lr=0.01)
+        for seed in range(3):
+            for parameter in named.values():
+                parameter.grad = torch.full_like(parameter, 0.1 + seed)
+            muon.step()
+            rest.step()
+        states = [muon.state_dict(), rest.state_dict()]
+        return states if package == "torch" else states[::-1]
+    values = {name: torch.rand(named[name].shape) for name in (*MATRICES, *REST)}
+    moments = [(values[name], values[name] + 1) for name in REST]
+    return peers.saved_state(package, [values[name] for name in MATRICES], moments)
+
+
+def shapes_of(state: dict[str, Any]) -> dict[Any, Any]:
+    return {
+        number: {key: tuple(value.shape) for key, value in entry.items()} for number, entry in state["state"].items()
+    }
+
+
+def outcome_of_conversion(make: Callable[[], dict[str, Any]], optimizer: mm.Muon, right: dict[str, Any]) -> str:
+    """How it ended; what was made must have the form of what is right, and must load."""
+    try:
+        converted = make()
+    except (StateError, FileError, TypeError, ValueError) as error:
+        expected = type(error) in (StateError, FileError, TypeError, ValueError)
+        return "refused" if expected and SENTENCE.fullmatch(str(error)) else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if shapes_of(converted) != shapes_of(right) or not all(
+        isinstance(value, Tensor) for entry in converted["state"].values() for value in entry.values()
+    ):
+        return "another form"
+    optimizer.load_state_dict(converted)
+    return "loaded"
+
+
+def walk(saved: Any, count: int, optimizer: mm.Muon, convert_it: Callable[[Any, int], dict[str, Any]]) -> None:
+    """Convert what was saved, and so many mutations of it."""
+    right = convert_it(saved, 1)
+    optimizer.load_state_dict(right)
+    outcomes, bad = Counter[str](), []
+    for number in range(count):
+        mutated, mutation = mutate_value(saved, number)
+        result = outcome_of_conversion(lambda m=mutated, n=number: convert_it(m, n), optimizer, right)
+        outcomes[result if result in ("refused", "loaded") else "bad"] += 1
+        if result not in ("refused", "loaded"):
+            bad.append(f"{number} ({mutation}): {result}")
+    print(f"{count} mutations of seeds 0 to {count - 1}: {dict(outcomes)}")
+    assert not bad, "\n".join(bad)
+    assert outcomes["refused"] > count // 4
+
+
+@pytest.mark.parametrize("count", [QUICK, pytest.param(MANY, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("package", get_args(PackageName))
+def test_mutated_state_ends_in_one_sentence_or_loads(package: PackageName, count: int, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = mm.from_model(model)
+    params = None if package in ("torch", "adamw") else [MATRICES, REST]
+
+    def convert_it(source: Any, number: int) -> dict[str, Any]:
+        if number % 4 == 0:
+            torch.save(source, tmp_path / "state.pt")
+            source = tmp_path / "state.pt"
+        return convert(source, optimizer, package=package, params=params)
+
+    walk(saved_by(package, model), count, optimizer, convert_it)

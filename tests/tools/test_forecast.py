@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import muonmesh as mm
@@ -14,12 +15,22 @@ from muonmesh import layout
 from muonmesh.tools.forecasts.device_rates import DeviceRates
 from muonmesh.tools.forecasts.forecast import Weight, forecast
 from tests.device.dry_run import dry_run
+from tests.support.figures import bag, optimizer_of
 
 COVERS = ("tools.forecasts.forecast.forecast",)
 
 LAYERS = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 4
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+
+
+def forecast_weights(
+    mesh: dict[str, int], placements: Sequence[Any], shapes: Sequence[tuple[int, int]]
+) -> list[Weight]:
+    splits = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
+    sizes, ranks = tuple(mesh.values()), tuple(range(math.prod(mesh.values())))
+    layouts = [layout.MeshLayout(shape, sizes, ranks, splits) for shape in shapes]
+    return [Weight(f"weight{number}", placed, "whole") for number, placed in enumerate(layouts)]
 
 
 @pytest.mark.parametrize(
@@ -37,21 +48,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 def test_a_forecast_is_near_a_dry_run(
     mesh: dict[str, int], placements: tuple[Shard | Replicate, ...], shapes: list[tuple[int, int]]
 ) -> None:
-    model, world = nn.Module(), math.prod(mesh.values())
-    for number, shape in enumerate(shapes):
-        model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
-
-    def muon(model: nn.Module) -> mm.Muon:
-        return mm.Muon(list(model.named_parameters()), lr=0.02)
-
-    def layout_of(shape: tuple[int, ...]) -> layout.MeshLayout:
-        splits = tuple(layout.Shard(p.dim) if isinstance(p, Shard) else layout.Replicate() for p in placements)
-        return layout.MeshLayout(shape, tuple(mesh.values()), tuple(range(world)), splits)
-
-    spread = {"world": world, "mesh": mesh, "placements": lambda name, parameter: placements} if world > 1 else {}
-    run = dry_run(model, muon, steps=1, **spread)
-    weights = [Weight(f"weight{number}", layout_of(shape), "whole") for number, shape in enumerate(shapes)]
-    modelled = forecast(weights, rank=0)
+    spread = {"world": math.prod(mesh.values()), "mesh": mesh, "placements": lambda name, parameter: placements}
+    run = dry_run(bag(*shapes), optimizer_of, steps=1, **(spread if mesh != {"one": 1} else {}))
+    modelled = forecast(forecast_weights(mesh, placements, shapes), rank=0)
 
     assert modelled.bytes_sent == run.bytes_sent
     assert modelled.collectives == run.collectives
@@ -73,9 +72,6 @@ def test_a_forecast_is_near_a_dry_run(
 def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
     """Three ranks' state, traffic and FLOPs by rank, on fake tensors."""
     shapes = [(96, 64), (64, 64), (64, 200)] * 2
-    model = nn.Module()
-    for number, shape in enumerate(shapes):
-        model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
     explanations: list[mm.Explanation] = []
 
     def step(optimizer: mm.Muon) -> None:
@@ -84,9 +80,8 @@ def test_a_forecast_of_a_rule_is_what_the_real_step_does(rule: str) -> None:
 
     make = lambda model: mm.Muon([{"params": list(model.named_parameters()), "algorithm": rule}])  # noqa: E731
     spread = {"world": 4, "mesh": {"shard": 4}, "placements": lambda name, parameter: (Shard(0),)}
-    run = dry_run(model, make, steps=1, step=step, **spread)
-    layouts = [layout.MeshLayout(shape, (4,), (0, 1, 2, 3), (layout.Shard(0),)) for shape in shapes]
-    weights = [Weight(f"weight{number}", placed, "whole") for number, placed in enumerate(layouts)]
+    run = dry_run(bag(*shapes), make, steps=1, step=step, **spread)
+    weights = forecast_weights({"shard": 4}, (Shard(0),), shapes)
     modelled = forecast(weights, rank=0, rule=rule)
     assert modelled.plan.loads == explanations[-1].flops
     assert (modelled.bytes_sent, modelled.collectives) == (run.bytes_sent, run.collectives)
@@ -117,10 +112,7 @@ def test_the_modelled_time_follows_the_rates() -> None:
 def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
     """One process. Small matrices are the host's time, of which ours costs less."""
     for shapes in ([(768, 768)] * 3, [(64, 64)] * 200, LAYERS):
-        model = nn.Module()
-        for number, shape in enumerate(shapes):
-            model.register_parameter(f"weight{number}", nn.Parameter(torch.empty(shape, device="meta")))
-        run = dry_run(model, lambda model: torch.optim.Muon(list(model.parameters()), lr=0.02), steps=1)
+        run = dry_run(bag(*shapes), lambda model: torch.optim.Muon(list(model.parameters()), lr=0.02), steps=1)
         layouts = [layout.MeshLayout.replicated(shape, (0,)) for shape in shapes]
         modelled = forecast([Weight(f"weight{number}", placed, "whole") for number, placed in enumerate(layouts)])
         assert modelled.seconds_of_torch() == pytest.approx(run.seconds, rel=0.25)
@@ -130,9 +122,7 @@ def test_what_torch_would_take_is_what_a_dry_run_of_it_takes() -> None:
 
 def test_what_adamw_would_take_is_what_a_dry_run_of_it_takes() -> None:
     """That counts gradients as written too, eight numbers an element instead of seven."""
-    model = nn.Module()
-    model.register_parameter("weight", nn.Parameter(torch.empty(8192, 8192, device="meta")))
-    run = dry_run(model, lambda model: torch.optim.AdamW(list(model.parameters()), fused=True), steps=1)
+    run = dry_run(bag((8192, 8192)), lambda model: torch.optim.AdamW(list(model.parameters()), fused=True), steps=1)
     modelled = forecast([Weight("weight", layout.MeshLayout.replicated((8192, 8192), (0,)), "whole")])
     assert modelled.seconds_of_adamw() == pytest.approx(run.seconds * 7 / 8, rel=0.05)
 

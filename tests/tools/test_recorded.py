@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from benchmarks.studies import evidence
+from benchmarks.studies import evidence, fewer_exchanges
+from benchmarks.studies.four_bits import FORMS
 from benchmarks.studies.sweep import chosen, final
 from benchmarks.studies.vision import rows_of
 from torch import nn
@@ -104,7 +106,7 @@ def test_layouts_beside_other_packages() -> None:
 
 
 def test_gradients_straight_to_owners_on_slow_links() -> None:
-    page, rows = (ROOT / "docs/to-owners.md").read_text(), []
+    page, rows = report("overlap"), []
     for case, table in recorded("to_owners")["tables"]["gradients"].items():
         ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
         ratios = (table[f"{name} over adamw"] for name in ("muon", "to_owners"))
@@ -300,58 +302,69 @@ def test_rules_on_language_models() -> None:
     assert {rule for rule, lead in ahead.items() if max(lead) < 0} == {"adamw", "dynmuon", "scion head"}
 
 
-def test_adapters() -> None:
+def listed(numbers: Iterable[float], form: str = ".3f") -> str:
+    return ", ".join(f"{number:{form}}" for number in numbers).replace("-", "−")
+
+
+def differences_of(numbers: Iterable[float], others: Iterable[float], digits: int = 3) -> str:
+    return listed((a - b for a, b in zip(numbers, others, strict=True)), f"+.{digits}f")
+
+
+def at_the_best_rate(name: str, kind: str = "way", rate: str = "lr") -> dict[str, tuple[float, dict[int, float]]]:
+    """Final validation losses by seed of each kind of training, at the rate that was the best for the first seed."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for run in recorded(name)["runs"]:
+        losses.setdefault(run[kind], {}).setdefault(run[rate], {})[run["seed"]] = final(run)
+    return {trained: min(by_rate.items(), key=lambda item: item[1][0]) for trained, by_rate in losses.items()}
+
+
+def test_fine_tuning() -> None:
+    """Adapters, and all weights; the differences are to AdamW's."""
     titles = {"Muon on A and B": "Muon, both factors", "Muon on B, AdamW on A": "Muon B, AdamW A"}
+    titles |= {"Muon on all weights": "Muon", "AdamW on all weights": "AdamW"}
     cases = {"lora": "Muon, 300", "lora_adamw": "AdamW, 300", "lora_adamw_1500": "AdamW, 1,500"}
-    rows = []
+    cases |= {"whole": "Muon, 300", "whole_adamw": "AdamW, 300"}
     for name, pretrained in cases.items():
-        losses: dict[str, dict[float, dict[int, float]]] = {}
-        for run in recorded(name)["runs"]:
-            losses.setdefault(run["way"], {}).setdefault(run["lr"], {})[run["seed"]] = run["validation"][-1][1]
-        best = {adapter: min(by_rate.items(), key=lambda item: item[1][0]) for adapter, by_rate in losses.items()}
-        adamw = best["AdamW"][1].values()
-        for adapter, (rate, by_seed) in best.items():
+        rows, best = [], at_the_best_rate(name)
+        (adamw,) = (by_seed for kind, (_, by_seed) in best.items() if kind in ("AdamW", "AdamW on all weights"))
+        for kind, (rate, by_seed) in best.items():
             ends = [*by_seed.values()]
-            apart = ", ".join(f"{a - b:+.3f}" for a, b in zip(ends, adamw, strict=True)) if adapter != "AdamW" else ""
-            seeds = ", ".join(f"{end:.3f}" for end in ends)
-            cells = (titles.get(adapter, adapter.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
-            row = f"| {pretrained} steps | {' | '.join(cells)} | {statistics.mean(ends):.3f} | {seeds} | {apart} |"
-            rows.append(row.replace(", -", ", −").replace("| -", "| −").replace("|  |", "| |"))
-    assert missing_rows(rows, report("lora")) == []
-
-
-def losses_at_the_best_rate(name: str) -> dict[str, tuple[float, list[float]]]:
-    """Final validation losses of all seeds by optimizer, at the rate that was the best for the first seed."""
-    runs = recorded(name)["runs"]
-    best = {}
-    for variant in dict.fromkeys(run["way"] for run in runs):
-        trainings = [run for run in runs if run["way"] == variant]
-        rate = min((run for run in trainings if run["seed"] == 0), key=final)["lr"]
-        best[variant] = rate, [final(run) for run in trainings if run["lr"] == rate]
-        assert min(run["lr"] for run in trainings) < rate < max(run["lr"] for run in trainings)
-    return best
-
-
-def test_all_weights() -> None:
-    rows = []
-    for name, pretrained in {"whole": "Muon", "whole_adamw": "AdamW"}.items():
-        best = losses_at_the_best_rate(name)
-        _, adamw = best["AdamW on all weights"]
-        for variant, (rate, losses) in best.items():
-            apart = ", ".join(f"{a - b:+.3f}".replace("-", "−") for a, b in zip(losses, adamw, strict=True))
-            cells = (variant.split()[0], f"{rate:.0e}".replace("e-0", "e-"), f"{statistics.mean(losses):.3f}")
-            seeds = ", ".join(f"{loss:.3f}" for loss in losses)
-            end = f"{seeds} | |" if variant.startswith("AdamW") else f"{seeds} | {apart} |"
-            rows.append(f"| {pretrained}, 300 steps | {' | '.join(cells)} | {end}")
-    assert missing_rows(rows, report("fine-tuning")) == []
+            differences = f" {differences_of(ends, adamw.values())} |" if by_seed is not adamw else " |"
+            cells = (titles.get(kind, kind.replace(" on ", " ")), f"{rate:.0e}".replace("e-0", "e-"))
+            cells += (f"{statistics.mean(ends):.3f}", listed(ends))
+            rows.append(f"| {pretrained} steps | {' | '.join(cells)} |{differences}")
+        assert missing_rows(rows, report("lora" if "lora" in name else "fine-tuning")) == []
 
 
 def test_a_mixture_of_experts() -> None:
     rows = [
-        f"| {variant} | {rate:.0e} | {statistics.mean(losses):.3f} | {', '.join(f'{loss:.3f}' for loss in losses)} |"
-        for variant, (rate, losses) in losses_at_the_best_rate("mixture").items()
+        f"| {kind} | {rate:.0e} | {statistics.mean(by_seed.values()):.3f} | {listed(by_seed.values())} |"
+        for kind, (rate, by_seed) in at_the_best_rate("mixture").items()
     ]
     assert missing_rows([row.replace("e-0", "e-") for row in rows], report("mixture")) == []
+
+
+@pytest.mark.parametrize("name", ["whole", "whole_adamw", "mixture"])
+def test_no_best_rate_is_the_smallest_or_the_largest_that_was_tried(name: str) -> None:
+    for kind, (rate, _) in at_the_best_rate(name).items():
+        rates = {run["lr"] for run in recorded(name)["runs"] if run["way"] == kind}
+        assert min(rates) < rate < max(rates)
+
+
+def test_momentum_in_four_bits_loses() -> None:
+    losses: dict[str, dict[str, list[float]]] = {}
+    for run in recorded("four_bits")["runs"]:
+        losses.setdefault(run["kind"], {}).setdefault(run["form"], []).append(run["validation"])
+    rows = []
+    for kind, by_form in losses.items():
+        worse = [four - eight for four, eight in zip(by_form["4 bits"], by_form["int8"], strict=True)]
+        assert len(worse) == 3
+        assert min(worse) > 0.004
+        rows.append(
+            f"| {KINDS[kind]} | " + " | ".join(f"{statistics.mean(by_form[form]):.4f}" for form in FORMS) + " |"
+        )
+    decision = (ROOT / "docs/decisions/0045-no-momentum-in-four-bits.md").read_text()
+    assert missing_rows(rows, decision) == []
 
 
 def test_rounding_of_weights() -> None:
@@ -362,8 +375,7 @@ def test_rounding_of_weights() -> None:
     rows = []
     for model, by_rounding in losses.items():
         for name, ends in by_rounding.items():
-            apart = ", ".join(f"{a - b:+.4f}" for a, b in zip(ends, by_rounding["masters"], strict=True))
-            cell = "" if name == "masters" else f"{apart} ".replace("-", "−")
+            cell = "" if name == "masters" else f"{differences_of(ends, by_rounding['masters'], 4)} "
             rows.append(f"| {model} | {titles[name]} | {statistics.mean(ends):.3f} | {cell}|")
     assert missing_rows(rows, report("memory")) == []
 
@@ -471,3 +483,101 @@ def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
             figures = f"{host:.1f} | {timed['host_ms']:.1f} | {least:.1f} to {most:.1f} | {timed['median_ms']:.1f}"
             rows.append(f"| {who} | {figures} |")
     assert missing_rows(rows, page) == []
+
+
+def test_late_and_rare_exchanges() -> None:
+    assert missing_rows(fewer_exchanges.rows(recorded("fewer_exchanges")["runs"]), report("fewer-exchanges")) == []
+
+
+def test_dry_runs() -> None:
+    runs, page = recorded("dry_run")["tables"]["dry run"], report("dry-runs")
+    for run in runs:
+        launches, peak = f"{run['launches']:,}", f"{run['peak_bytes'] / 2**20:,.0f}"
+        if run["optimizer"] == "muonmesh":
+            per_element = run["elementwise_bytes"] / run["elements"]
+            assert f"| {launches} | {run['collectives']} | {per_element:.0f} | {peak} |" in page, run["case"]
+        elif run["optimizer"] == "torch":
+            assert f"| {launches} | {peak} |" in page, run["case"]
+
+
+def test_the_hosts_time() -> None:
+    tables, page = recorded("host_time")["tables"], report("dry-runs")
+    for table in tables.values():
+        muonmesh, torchs = table["muonmesh"], table["torch"]
+        figures = f"{muonmesh['us'] / 1e3:.1f} | {torchs['us'] / 1e3:.1f} | {muonmesh['us'] / torchs['us']:.2f} "
+        assert f"| {muonmesh['triton']} | {figures}" in page
+
+
+def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() -> None:
+    matrices = recorded("stress")["matrices"]
+    rows = dict(re.findall(r"^\| (\w+)[^|]*\| [^|]* \| (.*) \|$", report("hostile-matrices"), re.MULTILINE))
+    assert rows.keys() == matrices[0].keys() - {"input"}
+    for name, row in rows.items():
+        figures = {
+            key: [matrix[name][key] for matrix in matrices if key in matrix[name]]
+            for key in ("largest", "own", "polar")
+        }
+        expected = [max(figures["largest"])]
+        for key in ("own", "polar"):
+            expected += [max(figures[key]), statistics.median(figures[key])] if figures[key] else []
+        numbers = [float(number) for number in re.findall(r"(?<![\w/])\d*\.\d+", row)]
+        assert numbers == [pytest.approx(number, abs=0.00051) for number in expected], name
+
+
+def test_figures_of_the_page_of_evidence_are_the_recorded_ones() -> None:
+    rows = []
+    for name, ratios in recorded("update_sizes")["ratios"].items():
+        sizes = [*ratios.values()]
+        rows.append(f"| `{name}`{' (those of torch.optim.Muon)' * (name == 'simple')} | ")
+        rows[-1] += " | ".join(f"{value:.3f}" for value in (statistics.mean(sizes), min(sizes), max(sizes)))
+    last: dict[str, list[float]] = {}
+    for record in recorded("state")["runs"]:
+        last.setdefault(record["dtype"], []).append(record["validation"][-1][1])
+    rows += [f" | {statistics.mean(finals):.3f} ± {statistics.stdev(finals):.3f} |" for finals in last.values()]
+    rows += [f"| {differences_of(last[name], last['fp32'])} |" for name in ("bf16", "int8")]
+    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
+        losses = {
+            record["lr"]: record["validation_loss"]
+            for record in recorded("adamw_sweep")["results"]
+            if record["optimizer"] == optimizer
+        }
+        best = min(losses.values())
+        text = (f"{losses[lr]:.3f}" if lr in losses else "" for lr in (0.001, 0.002, 0.003, 0.005, 0.006, 0.01, 0.012))
+        cells = (f"**{cell}**" if cell == f"{best:.3f}" else cell for cell in text)
+        rows.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    nano, small = (rows_of_variants(name) for name in ("variants", "variants_small"))
+    rows += [f"| {name} | {nano[name]} | {small[name]} |" for name in nano]
+    changes: dict[tuple[str, bool, str], list[str]] = {}
+    for record in recorded("coordinates")["runs"]:
+        for output in ("hidden 2", "logits"):
+            changes.setdefault((record["case"], record["carried"], output), []).append(
+                f"{record['change'][output]:.3g}"
+            )
+    for (case, carried, output), numbers in changes.items():
+        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
+        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {output} | {' | '.join(numbers)} |")
+    widths = {
+        (record["case"], record["carried"], record["width"]): record["each"]
+        for record in recorded("coordinates_seeds")["runs"]
+    }
+    for case, carried in dict.fromkeys((case, carried) for case, carried, _ in changes):
+        pairs = [*zip(widths[case, carried, 256], widths[case, carried, 1024], strict=True)]
+        cells = (
+            ", ".join(f"{wide[layer] / small[layer]:.2f}" for small, wide in pairs) for layer in ("hidden 2", "logits")
+        )
+        how = "AdamW" if case == "AdamW" else f"Muon, `{case}`"
+        rows.append(f"| {how} | {'carried' if carried else 'as it is'} | {' | '.join(cells)} |")
+    reports = "\n".join(path.read_text() for path in (ROOT / "benchmarks/reports").glob("*.md"))
+    assert missing_rows(rows, reports) == []
+
+
+def rows_of_variants(name: str) -> dict[str, str]:
+    """Return what each seed of a rule gains on Muon, by the rule's name on the page."""
+    named = {"adamw": "AdamW", "per head": "a matrix for each head", "cautious": "cautious decay"}
+    named["scion head"] = "Scion's head"
+    best = at_the_best_rate(name, "rule", "multiple")
+    (_, muon), rows = best.pop("muon"), {}
+    for rule, (_, losses) in best.items():
+        gains = (muon[seed] - loss for seed, loss in losses.items())
+        rows[named.get(rule, f"`{rule}`")] = listed(gains, ".2f" if rule == "adamw" else ".3f")
+    return rows

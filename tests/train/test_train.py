@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,12 @@ from muonmesh.tools.cli.report import (
     read_metrics,
     summarise,
 )
-from muonmesh.tools.cli.run import continuation, save_model
+from muonmesh.tools.cli.run import continuation, save_model, settings_from_options
 from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import learning_rate_factor
 from tests.support import folders
 from tests.support.pages import run as run_page
-from tests.support.runs import copy_texts, losses_of
+from tests.support.runs import COMMAND, copy_texts, losses_of, train_command
 
 COVERS = (
     "tools.cli.corpus.prepare_corpus",
@@ -58,9 +57,9 @@ COVERS = (
     "tools.cli.training.learning_rate_factor",
     "tools.cli.worker.main",
     "tools.cli.run.continuation",
+    "tools.cli.run.train_run",
 )
 
-COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 STEPS = 12
 # A whole run in seconds: a narrow model, short sequences, a small tokenizer.
 TINY = ("--steps", STEPS, "--batch", 8, "--seq", 32, "--vocab", 400, "--eval-every", 4, "--eval-sequences", 10)
@@ -105,11 +104,13 @@ def documents(count: int) -> dict[str, str]:
     return {f"{i:03}.txt": f"Document {i} counts to {i * i}.\n" * 30 for i in range(count)}
 
 
-def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path) -> None:
+def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenized in many parts too."""
     first_folder = write(tmp_path / "here", documents(60))
     renamed = {f"deep/{99 - int(name[:3])}.md": text for name, text in documents(60).items()}
     second_folder = write(tmp_path / "there", renamed)
     first = prepare_corpus([str(first_folder)], vocab=300, cache=tmp_path / "a")
+    monkeypatch.setattr("muonmesh.tools.cli.corpus.CHARACTERS_AT_ONCE", 1000)
     second = prepare_corpus([str(second_folder)], vocab=300, cache=tmp_path / "b")
     assert first.digest == second.digest
     assert np.array_equal(first.train(), second.train())
@@ -118,16 +119,19 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_lies(tmp_path: Path) ->
     assert prepare_corpus([str(second_folder)], vocab=300, cache=tmp_path / "b").digest != first.digest
 
 
-def test_held_out_files_are_not_learnt_from_even_as_copies(tmp_path: Path) -> None:
-    folder = write(tmp_path / "text", documents(200))
+def test_each_file_is_a_document_and_held_out_ones_are_not_learnt_from_even_as_copies(tmp_path: Path) -> None:
+    folder = write(tmp_path / "text", {**documents(200), "empty.txt": " "})
     write(folder, {f"copy-{name}": text for name, text in documents(200).items()})
     corpus = prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
-    assert corpus.files == 200
+    assert corpus.files == 201
+    decode = corpus.tokenizer().decode
     train, held_out = (
-        set("".join(map(chr, tokens)).split("\0")) - {""} for tokens in (corpus.train(), corpus.validation())
+        {decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == 0) + 1)} - {""}
+        for tokens in (corpus.train(), corpus.validation())
     )
     assert len(train) + len(held_out) == 200
     assert not train & held_out
+    assert {text.removesuffix("<|endoftext|>") for text in train | held_out} == set(documents(200).values())
     assert 2 <= len(held_out) <= 30, "about one file in twenty"
 
 
@@ -177,8 +181,6 @@ def test_windows_read_everything_once_an_epoch_in_an_order_of_the_seed_alone() -
 
 
 def test_a_model_is_a_preset_a_file_or_a_type(tmp_path: Path) -> None:
-    import torch
-
     with torch.device("meta"):
         preset = build_model(model_config("nano", vocab=300, seq=32))
         file = tmp_path / "config.json"
@@ -266,14 +268,6 @@ def test_metrics_forget_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
         ("adamw", 1, 1 / 3),
         ("adamw", 2, 0.1),
     ]
-
-
-def test_a_checkpoint_counts_when_it_is_whole(tmp_path: Path) -> None:
-    assert latest_step(tmp_path / "none") is None
-    folders.write(tmp_path / "step-00000010", {"weight": torch.ones(2)}, {})
-    for name in ("step-00000020", ".step-00000030.writing"):
-        (tmp_path / name).mkdir()
-    assert latest_step(tmp_path) == 10
 
 
 def test_a_stopped_run_names_the_step_from_which_it_continues(tmp_path: Path) -> None:
@@ -411,12 +405,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def train(*options: object, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, options)]
-    env = os.environ if temporary is None else {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
-
-
 def stop_after(run: Path, optimizer: str, step: int, *options: object, rank: int | None = None) -> int:
     """Start a run, press Ctrl-C once ``optimizer`` has finished ``step``, and return the exit code.
 
@@ -446,7 +434,7 @@ def finished(runs: Path, text: Path) -> Path:
     temporary = runs / "temporary"
     temporary.mkdir()
     options = (*TINY, "--data", text, "--out", run)
-    result = train(*options, temporary=temporary)
+    result = train_command(*options, env={**os.environ, "TMPDIR": str(temporary)})
     assert result.returncode == 0, result.stderr
     files = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # by importing it
     assert files == [], "torch's launcher makes a directory for logs"
@@ -503,7 +491,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
     assert f"Report: {run / 'report.html'}" in output
 
     page = (run / "report.html").read_text()
-    assert References(page).references == []
+    assert re.findall(r"""[\s"'](?:src|href|srcset|data)\s*=""", page) == []
     assert '<meta name="viewport" content="width=device-width' in page
     assert "color-scheme: light dark" in page
     assert page.count("<svg") == page.count("</svg>") == 2
@@ -521,7 +509,7 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
         "perplexity of the held-out text",
         "share of the optimizer",
         "RMS of weight",
-        "adamw.embeddings",
+        "adamw.<wbr>embeddings",
     ):
         assert words in page, words
     for name in ("muon", "adamw"):
@@ -544,19 +532,15 @@ def test_a_run_leaves_a_report_that_needs_nothing_else(finished: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_lists_the_fields_of_metrics(finished: Path) -> None:
+def test_the_page_lists_the_fields_of_metrics_and_the_files_of_a_run(finished: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/training.md").read_text()
-    rows = page.partition("| field of `metrics.jsonl` |")[2].partition("\n\n")[0].splitlines()[2:]
-    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert set(listed) == {field for record in read_metrics(finished) for field in record}
 
+    def first_column(title: str) -> set[str]:
+        rows = page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[2:]
+        return {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
 
-@pytest.mark.slow
-def test_the_page_lists_the_files_of_a_run(finished: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
-    rows = page.partition("| file in `runs/NAME/` |")[2].partition("\n\n")[0].splitlines()[2:]
-    listed = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert listed == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
+    assert first_column("field of `metrics.jsonl`") == {key for record in read_metrics(finished) for key in record}
+    assert first_column("file in `runs/NAME/`") == {path.name for path in finished.iterdir()} - {".lock", "output.txt"}
 
 
 @pytest.mark.slow
@@ -609,7 +593,7 @@ def test_a_run_stopped_in_either_half_resumes_bit_for_bit(finished: Path, stoppe
     run = shutil.copytree(stopped, runs / "resumed")
     assert stop_after(run, "adamw", 2, "--resume", run) == 130
     assert latest_step(run / "checkpoints" / "muon") == STEPS
-    assert train("--resume", run).returncode == 0
+    assert train_command("--resume", run).returncode == 0
     assert losses_of(run) == losses_of(finished)
 
 
@@ -621,7 +605,7 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
     run = shutil.copytree(stopped, runs / "other-layout")
     # As if it had crashed at its very end, and this were the last checkpoint it had written.
     shutil.copy(finished / "metrics.jsonl", run / "metrics.jsonl")
-    result = train("--resume", run, "--ranks", 1, "--parallel", "ddp")
+    result = train_command("--resume", run, "--ranks", 1, "--parallel", "ddp")
     assert result.returncode == 0, result.stderr
     losses, expected = losses_of(run), losses_of(finished)
     assert losses.keys() == expected.keys()
@@ -634,7 +618,7 @@ def test_a_checkpoint_has_no_world_size_and_what_follows_it_is_written_again(
 def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, stopped: Path, runs: Path) -> None:
     run = shutil.copytree(stopped, runs / "without-checkpoints")
     shutil.rmtree(run / "checkpoints")
-    result = train("--resume", run)
+    result = train_command("--resume", run)
     assert result.returncode == 0, result.stderr
     sentence = "but muon has no checkpoint. A resume trains it again from step 0 and replaces its metrics"
     assert sentence in result.stderr
@@ -642,43 +626,23 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(finished: Path, sto
 
 
 @pytest.mark.slow
-def test_resume_keeps_the_settings_of_the_run(finished: Path) -> None:
-    result = CliRunner().invoke(app, ["train", "--resume", str(finished), "--lr", "1"])
-    assert result.exit_code == 2
-    assert "found --lr 1.0, and 0.006 in that run; needed the same" in result.stderr
+@pytest.mark.soak
+def test_resume_auto_leaves_a_finished_run_as_it_is(finished: Path, text: Path) -> None:
+    before = (finished / "metrics.jsonl").read_text()
+    options = (*TINY, "--data", text, "--out", finished)
+    assert train_command(*options, "--resume", "auto").returncode == 0
+    assert (finished / "metrics.jsonl").read_text() == before
 
 
-def short_train(run: Path, text: Path, *options: object) -> str:
-    """Run the command for three steps an optimizer; what it printed."""
-    line = ("--data", text, "--vocab", 400, "--steps", 3, "--eval-sequences", 8, "--device", "cpu", "--out", run)
-    result = train(*line, *options)
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
-    assert "_NormPartial" not in result.stderr, "a reduction of the norm for each axis of the mesh"
-    assert (run / "report.html").is_file()
-    optimizers = load_settings(run).optimizers
-    assert [step for _, step, key in losses_of(run) if key == "loss"] == [1, 2, 3] * len(optimizers)
-    return result.stdout
-
-
-class References(HTMLParser):
-    """Every address a page refers to."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-
-
-def test_settings_survive_their_file(tmp_path: Path) -> None:
-    settings = Settings(out=str(tmp_path), data=("a", "b"), steps=7, warmup=0, lr=1 / 3)
-    settings.save({"torch": "any"})
-    assert load_settings(tmp_path) == settings
-    assert load_settings(tmp_path, ranks=4).ranks == 4
-    content = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**content, "colour": "red"}))
-    with pytest.raises(ValueError, match=r"found 'colour', which means nothing"):
-        load_settings(tmp_path)
+def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:
+    Settings(out=str(tmp_path), lr=0.003).save({})
+    options = {"ranks": 4, "lr": 0.003, "out": tmp_path, "device": "auto"}
+    expected = Settings(out=str(tmp_path), ranks=4, lr=0.003)
+    assert settings_from_options(options, str(tmp_path), set(options)) == (expected, True)
+    for option, message in (
+        ("--steps 7", "found --steps 7, and 600 in that run; needed the same"),
+        ("--out other", "found --out other; needed the directory of that run"),
+    ):
+        result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path), *option.split()], env={"COLUMNS": "300"})
+        assert result.exit_code == 2
+        assert message in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import resource
 import shutil
 from collections.abc import Callable
@@ -22,23 +21,21 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.app import app
 from muonmesh.tools.cli.checkpoints import Checkpoints, checkpoints_of
-from muonmesh.tools.cli.corpus import Corpus, load_corpus_of, prepare_corpus
+from muonmesh.tools.cli.corpus import load_corpus_of
 from muonmesh.tools.cli.model import check_parameters, parallelise
-from muonmesh.tools.cli.run_settings import Parallel, Settings, load_settings
+from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import StopRequest, Training, require_equal_values
 from tests.support.folders import forge
-from tests.support.runs import copy_texts, prepare_run
 from tests.support.workers import Pool
 
 COVERS = ("tools.cli.checkpoints.Checkpoints",)
 
 RANKS = 2
-VOCAB = 300
 STEP = 4
+SETTINGS = {"optimizer": "muon", "ranks": RANKS, "steps": STEP, "vocab": 300, "eval_every": 2, "checkpoint_every": 2}
 
 
 def stepped(value: float) -> tuple[torch.nn.Module, mm.Muon]:
@@ -69,48 +66,6 @@ def load_small(directory: Path) -> tuple[str, bool]:
     return message, all(map(_equal, before, model.parameters()))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("safety")
-    copy_texts(folder / "text", 12)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def corpus(folder: Path) -> Corpus:
-    return prepare_corpus([str(folder / "text")], vocab=VOCAB, cache=folder / "cache")
-
-
-@pytest.fixture(scope="module")
-def prepare(folder: Path, corpus: Corpus) -> Callable[..., Path]:
-    """`prepare(name, parallel=..., ...)` is the directory of a run that is ready for its ranks."""
-
-    def run(name: str, **changes: Any) -> Path:
-        values: dict[str, Any] = {
-            "model": "nano",
-            "data": (str(folder / "text"),),
-            "optimizer": "muon",
-            "ranks": RANKS,
-            "steps": 4,
-            "warmup": 0,
-            "batch": 4,
-            "seq": 32,
-            "vocab": VOCAB,
-            "dtype": "fp32",
-            "eval_every": 2,
-            "eval_sequences": 4,
-            "checkpoint_every": 2,
-        }
-        return prepare_run(folder / name, corpus, **{**values, **changes})
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def pool(workers: Callable[[int], Pool]) -> Pool:
-    return workers(RANKS)
-
-
 def training_of(run: Path) -> Training:
     return Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
 
@@ -136,14 +91,6 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def scatter_bytes(checkpoint: Path) -> None:
-    file = checkpoint / "__1_0.distcp"
-    content = bytearray(file.read_bytes())
-    for number in range(64):
-        content[(number + 1) * len(content) // 66] ^= 0x55
-    file.write_bytes(bytes(content))
-
-
 def nan_in_a_file(checkpoint: Path) -> None:
     file = checkpoint / "__1_0.distcp"
     content = bytearray(file.read_bytes())
@@ -155,48 +102,11 @@ def nan_in_a_file(checkpoint: Path) -> None:
     forge(checkpoint)
 
 
-def halve_file(checkpoint: Path) -> None:
-    file = checkpoint / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def settings(content: str) -> Callable[[Path], None]:
-    def write(checkpoint: Path) -> None:
-        (checkpoint / "settings.json").write_text(content)
-        forge(checkpoint)
-
-    return write
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "64 bytes": (scatter_bytes, "__1_0.distcp: its content has changed since it was written"),
-    "nan with a forged manifest": (nan_in_a_file, ": found infinity or NaN in "),
-    "cut": (halve_file, "__0_0.distcp: found"),
-    "cut with a forged manifest": (lambda path: (halve_file(path), forge(path)), " of __0_0.distcp, which has "),
-    "no manifest": (
-        lambda path: (path / MANIFEST_FILE).unlink(),
-        f"{MANIFEST_FILE}: found nothing there; needed the sizes and hashes",
-    ),
-    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "__1_0.distcp: found nothing there"),
-    "metadata": (lambda path: (path / ".metadata").write_bytes(b"garbage"), ".metadata: found 7 bytes"),
-    "manifest": (lambda path: (path / MANIFEST_FILE).write_text("{"), f"{MANIFEST_FILE}: not JSON"),
-    "no settings": (lambda path: (path / "settings.json").unlink(), "settings.json: found nothing there"),
-    "settings of text": (settings("groups"), "settings.json: not JSON"),
-    "settings without groups": (settings("{}"), "settings.json['groups']: found nothing; needed a list"),
-}
-
-
 @pytest.fixture(scope="module")
-def saved(pool: Pool, prepare: Callable[..., Path]) -> Callable[[Parallel], Path]:
-    """`saved("fsdp")` is a run with a checkpoint of its last step."""
-    by_layout: dict[Parallel, Path] = {}
-
-    def run(parallel: Parallel) -> Path:
-        if parallel not in by_layout:
-            by_layout[parallel] = prepare(f"saved-{parallel}", parallel=parallel)
-            pool.run(train, by_layout[parallel], timeout=120)
-        return by_layout[parallel]
-
+def saved(pool: Pool, prepare: Callable[..., Path]) -> Path:
+    """A run with a checkpoint of its last step."""
+    run = prepare("saved", parallel="fsdp")
+    pool.run(train, run, timeout=120)
     return run
 
 
@@ -218,25 +128,21 @@ def test_what_is_saved_is_loaded(saved_small: Path, pool: Pool) -> None:
     }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_one_sentence_on_every_rank_before_anything_changes(
-    name: str, saved_small: Path, pool: Pool, tmp_path: Path
+def test_numbers_that_no_step_leaves_are_one_sentence_on_every_rank_before_anything_changes(
+    saved_small: Path, pool: Pool, tmp_path: Path
 ) -> None:
-    how, expected = DAMAGE[name]
     shutil.copytree(saved_small, tmp_path / "muon")
-    how(tmp_path / "muon" / f"step-{STEP:08d}")
+    nan_in_a_file(tmp_path / "muon" / f"step-{STEP:08d}")
     for message, same in pool.run(load_small, tmp_path / "muon"):
-        assert expected in message
-        assert str(tmp_path) in message
+        assert message.startswith(str(tmp_path))
+        assert ": found infinity or NaN in " in message
         assert "\n" not in message
         assert same
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(
-    saved: Callable[[Parallel], Path], pool: Pool, tmp_path: Path
-) -> None:
-    shutil.copytree(saved("fsdp"), tmp_path / "run")
+def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(saved: Path, pool: Pool, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
     shutil.copy(tmp_path / "run" / "config.json", tmp_path / "config.json")
     settings = replace(load_settings(tmp_path), out=str(tmp_path / "run"))
     checkpoints = checkpoints_of(tmp_path / "run", "muon")
@@ -245,38 +151,6 @@ def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(
     for message, same in pool.run(restore, tmp_path / "run"):
         assert f"found a checkpoint of step {settings.steps + 5}; needed none above step {settings.steps}" in message
         assert same
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_no_weight_changes_where_a_checkpoint_is_damaged(
-    parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path]
-) -> None:
-    run = prepare(f"damaged-{parallel}", parallel=parallel)
-    checkpoint = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
-    for name in ("64 bytes", "nan with a forged manifest"):
-        how, expected = DAMAGE[name]
-        shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
-        how(checkpoint)
-        for message, same in pool.run(restore, run):
-            assert expected in message, name
-            assert same, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_metadata_that_act_are_not_read(
-    parallel: Parallel, saved: Callable[[Parallel], Path], pool: Pool, prepare: Callable[..., Path], folder: Path
-) -> None:
-    run = prepare(f"older-{parallel}", parallel=parallel)
-    shutil.copytree(saved(parallel) / "checkpoints", run / "checkpoints")
-    checkpoint = checkpoints_of(run, "muon") / "step-00000004"
-    mark = folder / f"it acted {parallel}"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Evil(mark)))
-    forge(checkpoint)
-    assert pool.run(restore, run) == [("", False)] * RANKS
-    assert not mark.exists()
 
 
 @pytest.mark.slow
@@ -296,8 +170,8 @@ def test_a_training_keeps_the_newest_checkpoint(pool: Pool, prepare: Callable[..
 
 
 @pytest.mark.slow
-def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel], Path], tmp_path: Path) -> None:
-    run = shutil.copytree(saved("fsdp"), tmp_path / "run")
+def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
 
     def doctor(*options: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, ["doctor", str(run), *options])
@@ -316,27 +190,10 @@ def test_the_doctor_tells_of_a_run_and_its_checkpoints(saved: Callable[[Parallel
     assert "metrics.jsonl: line" in text
     assert "goes on with" not in text
     metrics.write_text(before)
-    moved = checkpoints_of(run, "muon").rename(tmp_path / "moved")
-    assert "no checkpoint is there. The run begins again with: muonmesh train --resume" in doctor()[1]
-    moved.rename(checkpoints_of(run, "muon"))
-    checkpoint = checkpoints_of(run, "muon") / f"step-{STEP:08d}"
-    (checkpoint.parent / ".step-00000009.writing").mkdir()
-    halve_file(checkpoint)
+    (checkpoints_of(run, "muon") / ".step-00000009.writing").mkdir()
     code, text = doctor("--json")
-    report = json.loads(text)
-    assert (code, report["whole"], report["parts"][0]["whole"]) == (1, False, False)
-    assert "__0_0.distcp: found" in report["parts"][0]["faults"][0]
-    assert any(".step-00000009.writing: left by a save that was cut off" in note for note in report["notes"])
-    (run / "config.json").write_text("{}")
-    assert "config.json: found no object 'environment'" in doctor()[1]
-
-
-class _Evil:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
+    assert code == 0, text
+    assert any(".step-00000009.writing: left by a save that was cut off" in note for note in json.loads(text)["notes"])
 
 
 def save_poisoned(directory: Path) -> list[str]:
@@ -374,21 +231,6 @@ def test_what_is_not_finite_or_does_not_fit_is_not_saved_and_the_last_checkpoint
         assert "The checkpoint of step 1 is kept" in messages[1]
         assert "\n" not in "".join(messages)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
-
-
-def fail_apart(first_only: bool) -> str:
-    def work() -> None:
-        if dist.get_rank() == (0 if first_only else 1):
-            raise FileError("the disk is full")
-
-    with pytest.raises(FileError) as caught:
-        (on_first_rank if first_only else on_every_rank)(work)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("first_only", [True, False])
-def test_what_one_rank_cannot_do_all_ranks_raise(first_only: bool, pool: Pool) -> None:
-    assert pool.run(fail_apart, first_only) == ["the disk is full"] * RANKS
 
 
 def insist_apart(name: str, run: Path) -> str:

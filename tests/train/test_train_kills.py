@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
-from tests.support.kills import COMMAND, begun_like, children, files, is_zombie, learn_from, losses, options
-from tests.support.runs import wait_for
+from tests.support.kills import begun_like, children, files, is_zombie, options
+from tests.support.runs import COMMAND, copy_texts, losses_of, wait_for
 
 
-def killed(folder: Path, *options: object, seconds: float) -> dict[str, Any]:
+def killed(folder: Path, *, seconds: float, **options: Any) -> dict[str, Any]:
     """What `tests.support.kills` tells; no kill is begun after so many seconds, and the rest may take 5 minutes."""
-    learn_from(folder)
-    command = [sys.executable, "-m", "tests.support.kills", str(folder), *map(str, options), "--seconds", str(seconds)]
+    copy_texts(folder / "text", 12)
+    command = [sys.executable, "-m", "tests.support.kills", str(folder), json.dumps({**options, "seconds": seconds})]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + 300)
     assert result.returncode == 0, result.stderr[-4000:]
     outcome: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -36,7 +36,7 @@ NOTHING = {"processes": 0, "zombies": 0, "ports": 0, "locks": 0, "files": [], "t
 @pytest.mark.soak
 def test_a_hundred_kills_change_no_bit_and_leave_nothing(tmp_path: Path) -> None:
     """Nine minutes on two quiet cores; where they are too busy for 100 kills in 25 it fails, by their number."""
-    outcome = killed(tmp_path, "--kills", 100, seconds=1500)
+    outcome = killed(tmp_path, kills=100, seconds=1500)
     assert outcome["exit"] == 0
     assert outcome["left"] == NOTHING
     assert outcome["apart"] == 0.0, "bit for bit, at the same number of ranks"
@@ -49,7 +49,7 @@ def test_a_hundred_kills_change_no_bit_and_leave_nothing(tmp_path: Path) -> None
 @pytest.mark.soak
 def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> None:
     """About two minutes; a machine that is too busy makes fewer kills in the ten that they may take."""
-    outcome = killed(tmp_path, "--kills", 12, "--steps", 60, "--ranks", 2, 1, 4, seconds=600)
+    outcome = killed(tmp_path, kills=12, steps=60, ranks=[2, 1, 4], seconds=600)
     assert outcome["kills"] >= 4, "each number of ranks was killed"
     assert outcome["exit"] == 0
     assert outcome["left"] == NOTHING
@@ -62,7 +62,7 @@ def test_restarts_with_other_numbers_of_ranks_lose_nothing(tmp_path: Path) -> No
 def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_path: Path) -> None:
     """About two minutes."""
     whole, run, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
-    line = [*COMMAND, *options(whole, learn_from(tmp_path), steps=20, ranks=2)]
+    line = [*COMMAND, *options(whole, copy_texts(tmp_path / "text", 12), steps=20, ranks=2)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
     begun_like(whole, run)
 
@@ -99,7 +99,7 @@ def test_torchrun_restarts_its_ranks_and_takes_them_along_when_it_is_killed(tmp_
     assert 0 < reached() < 20
 
     assert torchrun(2, 0).wait(timeout=600) == 0, log.read_text()
-    assert losses(run) == losses(whole), "bit for bit"
+    assert losses_of(run) == losses_of(whole), "bit for bit"
     # The report and the lock are the launcher's; the latter stays with torchrun too.
     assert files(run) - {".lock"} <= files(whole) - {".lock"}
 

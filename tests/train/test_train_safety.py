@@ -14,12 +14,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -30,40 +28,24 @@ from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from muonmesh.tools.cli.corpus import prepare_corpus
 from muonmesh.tools.cli.report import read_metrics
 from tests.support.disks import read_only_for_new_files, small_disk
-from tests.support.runs import copy_texts, wait_for
+from tests.support.kills import children, is_zombie
+from tests.support.runs import COMMAND, train_command, wait_for
 
-COMMAND = (sys.executable, "-c", "from muonmesh.tools.cli import main; main()", "train")
 RANKS = 2
 VOCAB = 300
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("safety")
-    copy_texts(folder / "text", 12)
-    return folder
-
-
-def line(run: Path, text: Path, *options: object) -> list[str]:
+def options(run: Path, text: Path, *more: object) -> list[str]:
     common = ("--data", text, "--model", "nano", "--vocab", VOCAB, "--seq", 32, "--batch", 4, "--device", "cpu")
     common += ("--optimizer", "muon", "--eval-sequences", 4, "--ranks", RANKS, "--out", run)
-    return [*COMMAND, *map(str, (*common, *options))]
-
-
-def train_command(run: Path, text: Path, *options: object, **changes: Any) -> subprocess.CompletedProcess[str]:
-    values: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 300, **changes}
-    return subprocess.run(line(run, text, *options), **values)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*map(str, (*common, *more))]
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return Path(f"/proc/{pid}").exists() and not is_zombie(pid)
+
+
+LONG = ("--steps", 1_000_000, "--eval-every", 1_000_000)  # would take hours
 
 
 @pytest.fixture
@@ -71,7 +53,7 @@ def long_run(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Pat
     """A run that would take hours, with its launcher and its ranks, once it has made three steps."""
     run = folder / request.node.name
     process = subprocess.Popen(
-        line(run, folder / "text", "--steps", 1_000_000, "--eval-every", 1_000_000),
+        [*COMMAND, *options(run, folder / "text", *LONG)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -103,7 +85,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(folder: Path) -> None:
     run = folder / "closed"
     terminal, inside = pty.openpty()
     process = subprocess.Popen(
-        line(run, folder / "text", "--steps", 1_000_000, "--eval-every", 1_000_000),
+        [*COMMAND, *options(run, folder / "text", *LONG)],
         stdin=inside,
         stdout=inside,
         stderr=inside,
@@ -175,8 +157,8 @@ def test_a_run_that_ends_at_once_says_how_to_continue(killed: bool, long_run: Lo
 @pytest.mark.soak
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(folder: Path) -> None:
     run = folder / "diverging"
-    options = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "2e9", "--clip", 0)
-    result = train_command(run, folder / "text", *options, "--schedule", "constant")
+    more = ("--steps", 40, "--warmup", 0, "--checkpoint-every", 1, "--lr", "2e9", "--clip", 0)
+    result = train_command(*options(run, folder / "text"), *more, "--schedule", "constant")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     message = result.stderr.strip().splitlines()[-1]
@@ -198,7 +180,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     # A checkpoint of nano takes 0.9 MB, so that one fits beside the text and two do not, once this lies there too.
     (disk / "ballast").write_bytes(bytes(1_700_000))
     run = disk / "run"
-    result = train_command(run, folder / "text", "--steps", 6, "--checkpoint-every", 2)
+    result = train_command(*options(run, folder / "text"), "--steps", 6, "--checkpoint-every", 2)
     assert result.returncode == 1, result.stdout
     assert "Traceback" not in result.stderr
     assert "JSONDecodeError" not in result.stderr
@@ -209,7 +191,7 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
     assert f"The checkpoint of step {step} is kept" in result.stderr
     assert (checkpoints_of(run, "muon") / f"step-{step:08d}" / MANIFEST_FILE).is_file()
     (disk / "ballast").unlink()
-    result = subprocess.run([*COMMAND, "--resume", str(run)], capture_output=True, text=True, check=False, timeout=300)
+    result = train_command("--resume", run)
     assert result.returncode == 0, result.stderr
     assert latest_step(checkpoints_of(run, "muon")) == 6
 
@@ -219,9 +201,9 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(disk: Path
 def test_a_disk_that_becomes_read_only_is_one_sentence_on_every_rank(disk: Path, folder: Path) -> None:
     """Metrics are written by rank 0, whose error reached the others as gloo's traceback of a lost connection."""
     run = disk / "run"
-    options = ("--steps", 10_000, "--eval-every", 10_000, "--checkpoint-every", 3)
+    more = ("--steps", 10_000, "--eval-every", 10_000, "--checkpoint-every", 3)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(line(run, folder / "text", *options), text=True, **pipes)
+    process = subprocess.Popen([*COMMAND, *options(run, folder / "text", *more)], text=True, **pipes)
     try:
         wait_for(lambda: process.poll() is not None or any(r["step"] >= 4 for r in read_metrics(run)))
         with read_only_for_new_files(disk):
@@ -235,8 +217,7 @@ def test_a_disk_that_becomes_read_only_is_one_sentence_on_every_rank(disk: Path,
             assert len(ranks) == RANKS
             assert last.endswith("its own output is above")
             assert latest_step(checkpoints_of(run, "muon")) in range(3, 10_000, 3)
-            resumed = [*COMMAND, "--resume", str(run)]
-            result = subprocess.run(resumed, capture_output=True, text=True, check=False, timeout=300)
+            result = train_command("--resume", run)
             assert result.returncode == 2
             assert len(result.stderr.strip().splitlines()) == 1
             assert needed in result.stderr
@@ -254,7 +235,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(size: int, folder: P
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    result = train_command(tmp_path / "run", folder / "text", "--steps", 2, preexec_fn=limit)
+    result = train_command(*options(tmp_path / "run", folder / "text"), "--steps", 2, preexec_fn=limit)
     assert result.returncode in (1, 2)
     assert "Traceback" not in result.stderr, result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -280,7 +261,7 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
             ("--out", "/proc/run"): "could not be written",
         }
         for option, message in wrong.items():
-            arguments = [*line(tmp_path / "run", text)[len(COMMAND) :], *map(str, option)]
+            arguments = [*options(tmp_path / "run", text), *map(str, option)]
             result = CliRunner().invoke(app, ["train", *arguments])
             assert result.exit_code == 2, option
             assert message in result.stderr, (option, result.stderr)
@@ -297,7 +278,7 @@ def test_what_is_no_file_is_never_waited_for_and_paths_are_tried_first(folder: P
 def test_a_terminal_that_prints_ascii_gets_ascii(folder: Path) -> None:
     run = folder / "ascii ×"
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}
-    result = train_command(run, folder / "text", "--steps", 2, "--optimizer", "both", env=env)
+    result = train_command(*options(run, folder / "text"), "--steps", 2, "--optimizer", "both", env=env)
     assert result.returncode == 0, result.stderr
     assert result.stdout.isascii()
     assert "validation loss" in result.stdout

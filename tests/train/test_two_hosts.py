@@ -15,28 +15,34 @@ import pytest
 
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step
 from tests.support import two_levels_worker
-from tests.support.kills import COMMAND, begun_like, learn_from, losses, options
+from tests.support.kills import begun_like, options
 from tests.support.links import Host, two_hosts
+from tests.support.runs import COMMAND, copy_texts, losses_of
 
 STEPS = 12
 TIMEOUT = 20  # seconds of a collective: beyond what a loaded machine needs for a step
 CAUSES = ("did not meet in", "Timed out waiting", "Connection closed", "Connection reset", "does not answer")
 
 
-def torchrun(host: Host, number: int, first: Host, run: Path, log: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--node-rank", str(number), "--master-addr", first.address, "--master-port", "29519"]
-    command += ["--local-addr", host.address, "-m", "muonmesh.tools.cli.worker", str(run)]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface}
-    with log.open("w") as output:
-        return host.start(*command, env=env, stdout=output, stderr=output)
+def torchrun(hosts: tuple[Host, Host], number: int, per_host: int, *program: str, **how: Any) -> subprocess.Popen[str]:
+    """Start the launcher of one of two hosts."""
+    host = hosts[number]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host)]
+    command += ["--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29519"]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    return host.start(*command, "--local-addr", host.address, *program, env=env, **how)
 
 
 def start_both(
     hosts: tuple[Host, Host], run: Path, folder: Path, name: str
 ) -> list[tuple[subprocess.Popen[str], Path]]:
-    logs = [folder / f"{name}-{number}.txt" for number in range(2)]
-    return [(torchrun(host, n, hosts[0], run, log), log) for n, (host, log) in enumerate(zip(hosts, logs, strict=True))]
+    started = []
+    for number in range(2):
+        log = folder / f"{name}-{number}.txt"
+        with log.open("w") as output:
+            program = ("-m", "muonmesh.tools.cli.worker", str(run))
+            started.append((torchrun(hosts, number, 1, *program, stdout=output, stderr=output), log))
+    return started
 
 
 @pytest.mark.slow
@@ -44,7 +50,7 @@ def start_both(
 def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_right(tmp_path: Path) -> None:
     """About two minutes."""
     with two_hosts(delay=0.002, loss=0.005) as (first, second, wire):
-        text = learn_from(tmp_path)
+        text = copy_texts(tmp_path / "text", 12)
         whole, run = tmp_path / "whole", tmp_path / "cut"
         arguments = [*options(whole, text, steps=STEPS, ranks=2), "--timeout", str(TIMEOUT)]
         subprocess.run([*COMMAND, *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -74,7 +80,7 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
         for process, log in start_both((first, second), run, tmp_path, "resumed"):
             assert process.wait(timeout=300) == 0, log.read_text()
         assert first.processes() == second.processes() == []
-        assert losses(run) == losses(whole), "bit for bit, over a wire that delays and loses"
+        assert losses_of(run) == losses_of(whole), "bit for bit, over a wire that delays and loses"
         assert not (run / "errors").exists()
         assert wire.carried > 1000
         assert wire.lost > 0
@@ -85,11 +91,8 @@ def stepped(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[s
     """What each of two ranks on each of two hosts writes."""
     file, started = folder / f"{machine}", []
     for number, host in enumerate(hosts):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-        command += ["--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29523"]
-        command += ["--local-addr", host.address, two_levels_worker.__file__, str(file), host.interface, str(machine)]
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-        started.append(host.start(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        program = (two_levels_worker.__file__, str(file), host.interface, str(machine))
+        started.append(torchrun(hosts, number, 2, *program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     for process in started:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output

@@ -65,12 +65,12 @@ def moves_of(plan: Plan) -> list[Move]:
         (block,) = layout.blocks(rank)
         routes = plan.routes(0, rank, gather=True).stored
         assert routes == plan.routes(0, rank, gather=False).stored
-        for owner, legs in routes.items():
-            for leg in legs:
-                rows, cols = leg.piece.shape
+        for owner, rows_to_owner in routes.items():
+            for row in rows_to_owner:
+                rows, cols = row.piece.shape
                 assert cols == COLS  # no axis of the mesh cuts the columns
-                stored, placed = leg.piece.storage_start // COLS, leg.piece.matrix_start // COLS
-                moves.append(Move(rank, owner, leg.assignment, rows, stored, placed, block.region.offset[0] + stored))
+                stored, placed = row.piece.storage_start // COLS, row.piece.matrix_start // COLS
+                moves.append(Move(rank, owner, row.assignment, rows, stored, placed, block.region.offset[0] + stored))
     assert sum(move.rows for move in moves) == layout.shape[0]
     return moves
 
