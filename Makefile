@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-nemo-rl test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
@@ -16,7 +16,8 @@ help:
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
 	@echo "make test-megatron-next  those with its newest version, which needs Python 3.12"
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
-	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core and timm, likewise"
+	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core, AReaL, unsloth and timm, likewise"
+	@echo "make test-nemo-rl    those with NeMo-RL: NEMO_RL=/path/to/checkout"
 	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict, names, and the quick tests; the same as pre-commit"
@@ -41,7 +42,7 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-nemo-rl test-timm: export CUDA_VISIBLE_DEVICES :=
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
@@ -131,6 +132,33 @@ $(VERL)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 trl==0.27.0
 	touch $@
 
+# AReaL and unsloth, likewise.
+RL := .venv-hosts-rl
+$(RL)/.ready: $(BUILT) constraints.txt constraints-hosts.txt constraints-hosts-rl.txt
+	$(PYTHON) -m venv $(RL)
+	$(RL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	DS_BUILD_OPS=0 $(RL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-hosts.txt -e '.[hosts,train,deepspeed,triton]' bitsandbytes torchao pytest
+	$(RL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-hosts-rl.txt
+	touch $@
+
+# NeMo-RL is in no package: NEMO_RL is a checkout. It wants an older transformers.
+NEMO := .venv-hosts-nemo-rl
+$(NEMO)/.ready: $(BUILT) constraints.txt constraints-hosts.txt
+	$(PYTHON) -m venv $(NEMO)
+	$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	DS_BUILD_OPS=0 $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-hosts.txt -e '.[hosts,train,deepspeed]' pytest
+	$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray==2.60.0 tensordict==0.15.3 \
+		hydra-core==1.3.8 nvidia-ml-py==13.615.71 pyzmq==27.3.0 prometheus_client==0.26.0
+	$(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps transformers==5.8.1 tokenizers==0.22.2 \
+		huggingface_hub==1.29.0
+	touch $@
+
+test-nemo-rl: $(NEMO)/.ready
+	@test -d "$(NEMO_RL)/nemo_rl" || { echo "Write make test-nemo-rl NEMO_RL=/path/to/RL"; exit 1; }
+	NEMO_RL=$(NEMO_RL) $(NEMO)/bin/python -m pytest --noconftest tests/nemo_rl $(ARGS)
+
 # timm has models and no optimizer of ours to run: what is tested is how split_params sorts them, on meta.
 TIMM := .venv-hosts-timm
 $(TIMM)/.ready: $(BUILT) constraints.txt
@@ -155,11 +183,13 @@ $(OLMO)/.ready: $(BUILT)
 	$(OLMO)/bin/python -m pip install --quiet --disable-pip-version-check -e . ai2-olmo-core==3.0.0 pytest
 	touch $@
 
-test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready test-timm
+test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready $(RL)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
-		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_ultralytics.py --ignore=tests/hosts_all/test_olmo.py $(ARGS)
+		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_ultralytics.py --ignore=tests/hosts_all/test_olmo.py \
+		--ignore=tests/hosts_all/test_areal.py --ignore=tests/hosts_all/test_unsloth.py $(ARGS)
 	$(OLMO)/bin/python -m pytest --noconftest tests/hosts_all/test_olmo.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
+	$(RL)/bin/python -m pytest --noconftest tests/hosts_all/test_areal.py tests/hosts_all/test_unsloth.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -213,4 +243,4 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python docs/site/browser.py site
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(MEGATRON_NEXT) $(HOSTS) $(HOSTS_ALL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(MEGATRON_NEXT) $(HOSTS) $(HOSTS_ALL) $(RL) $(NEMO) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -33,7 +33,7 @@ ambient.install()
 _pools: dict[int, Pool] = {}
 
 # Folders whose tests set ambient state themselves: simulated and real devices, frameworks, and whole programs.
-OWN_AMBIENT = ("device", "gpu", "hosts", "hosts_all", "megatron", "megatron_lm", "package", "train")
+OWN_AMBIENT = ("device", "gpu", "hosts", "hosts_all", "megatron", "megatron_lm", "nemo_rl", "package", "train")
 
 
 @pytest.hookimpl(tryfirst=True)

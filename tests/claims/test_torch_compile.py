@@ -56,10 +56,10 @@ def stepping(net: nn.Module, optimizer: mm.Muon, compiled: str = "") -> Step:
             net(x).square().mean().backward()
             end()
 
-    return step
+    return part("whole", step)
 
 
-@pytest.mark.parametrize("compiled", ["step", "step with a closure", "clipping", "end"])
+@pytest.mark.parametrize("compiled", ["step", "step with a closure", "clipping", "end", "whole"])
 @pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05, dtype=torch.float64)], ids=["number", "tensor"])
 def test_three_compiled_steps_are_those_of_an_uncompiled_optimizer(compiled: str, lr: Any) -> None:
     net = layers()
@@ -91,12 +91,14 @@ def test_the_default_backend_takes_it_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
 
 
-def test_fullgraph_says_that_the_step_is_no_graph() -> None:
+@pytest.mark.parametrize("compiled", ["step", "end"])
+def test_fullgraph_says_that_the_step_is_no_graph(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = layers()
-    optimizer = mm.from_model(net, lr=0.05)
-    net(torch.randn(8, 12)).sum().backward()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(optimizer.step, fullgraph=True)()
+    before = copy.deepcopy(net)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="function `Muon"):
+        stepping(net, mm.from_model(net, lr=0.05), compiled)(torch.randn(8, 12))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
 
 
 # ------------------------------------------------------------------ a whole step under FSDP2

@@ -89,6 +89,12 @@ def test_what_a_trainer_cannot_be_given_is_said(
         trainer_for(tmp_path, pair, **more).train()
 
 
+def test_groups_that_a_trainer_makes_itself_are_refused() -> None:
+    groups = [{"params": list(llama().parameters()), "lr": 1e-3}]
+    with pytest.raises(TypeError, match=r"^MuonFactory: found groups of parameters; .*embedding_learning_rate"):
+        MuonFactory(groups, lr=1e-3)
+
+
 def test_the_callback_clips_in_place_of_the_trainer_and_skips(tmp_path: Path) -> None:
     with launched():
         trainer = trainer_for(tmp_path, (MuonFactory, {}), MuonCallback(skip_above=1e-9), max_grad_norm=1e-3)

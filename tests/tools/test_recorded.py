@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from benchmarks.studies import evidence, fewer_exchanges
+from benchmarks.studies.four_bits import FORMS
 from benchmarks.studies.sweep import chosen, final
 from benchmarks.studies.vision import rows_of
 from torch import nn
@@ -105,7 +106,7 @@ def test_layouts_beside_other_packages() -> None:
 
 
 def test_gradients_straight_to_owners_on_slow_links() -> None:
-    page, rows = (ROOT / "docs/to-owners.md").read_text(), []
+    page, rows = report("overlap"), []
     for case, table in recorded("to_owners")["tables"]["gradients"].items():
         ranks, link = case.removeprefix("ddp, ").split(" ranks, ")
         ratios = (table[f"{name} over adamw"] for name in ("muon", "to_owners"))
@@ -348,6 +349,22 @@ def test_no_best_rate_is_the_smallest_or_the_largest_that_was_tried(name: str) -
     for kind, (rate, _) in at_the_best_rate(name).items():
         rates = {run["lr"] for run in recorded(name)["runs"] if run["way"] == kind}
         assert min(rates) < rate < max(rates)
+
+
+def test_momentum_in_four_bits_loses() -> None:
+    losses: dict[str, dict[str, list[float]]] = {}
+    for run in recorded("four_bits")["runs"]:
+        losses.setdefault(run["kind"], {}).setdefault(run["form"], []).append(run["validation"])
+    rows = []
+    for kind, by_form in losses.items():
+        worse = [four - eight for four, eight in zip(by_form["4 bits"], by_form["int8"], strict=True)]
+        assert len(worse) == 3
+        assert min(worse) > 0.004
+        rows.append(
+            f"| {KINDS[kind]} | " + " | ".join(f"{statistics.mean(by_form[form]):.4f}" for form in FORMS) + " |"
+        )
+    decision = (ROOT / "docs/decisions/0045-no-momentum-in-four-bits.md").read_text()
+    assert missing_rows(rows, decision) == []
 
 
 def test_rounding_of_weights() -> None:

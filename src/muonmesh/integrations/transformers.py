@@ -40,6 +40,16 @@ class MuonFactory:
     ranks hold copies of the same matrices, so one script works in one process, under DDP, FSDP2 and DeepSpeed.
     """
 
+    def __init__(self, *groups: object, **_: object) -> None:
+        """Take nothing; the model comes with the call.
+
+        Raises:
+            TypeError: a Trainer gives groups of parameters, as unsloth's does to give embeddings a learning rate.
+        """
+        if groups:
+            problem, write = "groups of parameters", "Leave out what makes them, such as embedding_learning_rate"
+            raise TypeError(explain_error("MuonFactory", problem, "to be called with the model", write))
+
     def __call__(
         self, model: nn.Module, *, args: TrainingArguments | None = None, **settings: Any
     ) -> Muon | torch.optim.Optimizer:

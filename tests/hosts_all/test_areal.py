@@ -1,0 +1,151 @@
+"""AReaL's own FSDP engine on two gloo ranks, with the file that replaces its AdamW: it trains, saves and loads.
+
+Real are the engine with its configuration, its CPU platform, FSDP2, packing, the loss of supervised fine-tuning,
+clipping, schedule and checkpoint. Not run: rollouts, the controller's worker processes, and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import muonmesh as mm
+from tests.hosts.replay import Given, different, replayed, weights
+from tests.hosts_all import without_loggers  # AReaL's trainers import loggers
+from tests.support import workers
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+sys.path.append(EXAMPLES)  # of this process, and of its ranks
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), EXAMPLES)))
+os.environ |= {"HF_HUB_OFFLINE": "1"}
+multiprocessing.set_forkserver_preload(
+    [workers.__name__, "muonmesh.build", *workers.MODELS, without_loggers.__name__, "areal.trainer.sft.lm_engine"]
+)
+
+RATE = 0.01
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[workers.Pool]:
+    pool = workers.Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of two layers and a tokenizer of bytes; nothing is downloaded."""
+    from tests.hosts.tiny import tokenizer
+
+    path = tmp_path_factory.mktemp("areal")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes)).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def areal_engine(folder: str, *, type: str = "adam", per_layer: bool = False) -> Any:
+    """Return AReaL's engine for supervised fine-tuning, as its trainer makes it in each process."""
+    import areal_muon  # noqa: F401 - what the example's first line says to write
+    from areal.api import FinetuneSpec, ModelAllocation
+    from areal.api.cli_args import FSDPEngineConfig, OptimizerConfig, TrainEngineConfig
+    from areal.engine import FSDPLMEngine
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    optimizer = OptimizerConfig(type=type, lr=RATE, weight_decay=0.3, beta1=0.8, beta2=0.9, gradient_clipping=1e-3)
+    config = TrainEngineConfig(
+        experiment_name="e",
+        trial_name="t",
+        path=folder,
+        backend="fsdp:d2",
+        dtype="float32",
+        attn_impl="sdpa",
+        gradient_checkpointing=False,
+        optimizer=optimizer,
+        fsdp=FSDPEngineConfig(per_layer_optim_step=per_layer),
+    )
+    engine = FSDPLMEngine(config)
+    engine.create_process_group(parallel_strategy=ModelAllocation.from_str("fsdp:d2").parallel)
+    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=16, train_batch_size=4))
+    return engine
+
+
+def stepped(engine: Any, steps: range) -> list[Given]:
+    """Train with the engine's own method; return what its optimizer was given."""
+    inputs: list[Given] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
+    for step in steps:
+        tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        every = torch.ones_like(tokens)
+        batch = {"input_ids": tokens, "attention_mask": every.bool(), "loss_mask": every}
+        engine.train_lm([{name: values[[row]] for name, values in batch.items()} for row in range(2)])
+        engine.lr_scheduler_step()
+    return inputs
+
+
+def trained(folder: str, checkpoint: str) -> dict[str, Any]:
+    import areal_muon
+    from areal.api import SaveLoadMeta
+
+    areal_muon.SETTINGS = {"momentum": 0.8, "compute_dtype": torch.float32}
+    engine = areal_engine(folder)
+    optimizer = engine.optimizer
+    inputs = stepped(engine, range(2))
+    meta = SaveLoadMeta(
+        path=checkpoint, weight_format="dcp", with_optim=True, tokenizer=None, processor=None, base_model_path=None
+    )
+    engine.save(meta)
+    inputs += stepped(engine, range(2, 4))[:2]
+    after = weights(engine.model)
+    second = areal_engine(folder)
+    second.load(meta)
+    stepped(second, range(2, 4))
+    muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
+    plain = replayed(Qwen2ForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **muon_settings)
+    return {
+        "muon": type(optimizer) is mm.Muon,
+        "matrices": len(optimizer.param_groups[0]["params"]),
+        "plain loop": different(after, plain),
+        "resumed": different(after, weights(second.model)),
+        "first": inputs[0].rates,
+    }
+
+
+def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
+    for result in pair.run(trained, folder, str(tmp_path), timeout=400):
+        assert result["muon"]
+        assert result["matrices"] == 14
+        assert result["plain loop"] == []
+        assert result["resumed"] == []
+        assert set(result["first"].values()) == {RATE}
+
+
+def areal_refusals(folder: str) -> list[str]:
+    messages = [type(areal_engine(folder, type="sgd").optimizer).__name__]
+    try:
+        areal_engine(folder, per_layer=True)
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_what_it_cannot_make_is_said_and_what_is_named_stays(pair: workers.Pool, folder: str) -> None:
+    for named, layers in pair.run(areal_refusals, folder, timeout=400):
+        assert "per_layer_optim_step: false" in layers
+        assert named == "SGD"
