@@ -1,8 +1,9 @@
 """NeMo-RL's own DTensor policy worker on two gloo ranks, with the class that its configuration names.
 
 NeMo-RL is in no package: NEMO_RL is a checkout. Real are the worker with its configuration, FSDP2, TP, its loss, norm
-and clipping, its schedule and its checkpoint. Not run: Ray's processes, rollouts, and the second worker, which needs
-NeMo AutoModel's kernels; what that one gives an optimizer's class is tested here as well.
+and clipping, its schedule and its checkpoint. Not run: Ray's processes, rollouts, and the second worker (``_v2``). That
+needs NeMo AutoModel, whose 0.7.0 wants ``transformers.utils.hub.resolve_revision``; transformers 5.11 has it not, and
+NeMo-RL refuses 5.12. What the second worker gives an optimizer's class is tested.
 """
 
 from __future__ import annotations
