@@ -81,7 +81,7 @@ def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | 
     """Return the parts of all outputs of a node that cuts; None if they are unknown."""
     gates = cut.effect == "gates"
     pieces: list[Form] = []
-    for number in range(2 if gates else len(cut.fn._input_metadata)):
+    for number in range(2 if gates else len(cut.outputs)):
         part = through(form, cut, number)
         if part is None:
             return None
@@ -143,7 +143,7 @@ def _joined(cuts: list[Node]) -> bool:
     reached = [
         _joins(cut, number)
         for cut in cuts
-        for number in range(len(cut.fn._input_metadata))
+        for number in range(len(cut.outputs))
         if any(nr == number for _, _, nr in cut.users)
     ]
     if len(reached) < 2:

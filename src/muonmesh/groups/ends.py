@@ -67,11 +67,19 @@ def last_layers(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
         if node.products and not directly:
             is_output[node] = False
         elif node.products:
-            terms = [term for term in _added(node, through=False) if term.is_below(node)]
-            # What one deep layer has made, as a spectrum, may be refined by others: no residual stream.
-            residual = bool(terms) and not (len(terms) == 1 and terms[0].products and Past.DEEP in terms[0].past)
-            is_output[node] = None if reads or not cleanly or residual else True
+            is_output[node] = None if reads or not cleanly or _adds_to_stream(node) else True
     return is_output
+
+
+def _adds_to_stream(product: Node) -> bool:
+    """Whether the result of a layer is added to what it reads: a residual stream.
+
+    What one deep layer has made alone, as a spectrum, is none; it may be refined by others.
+    """
+    below = (term for term in _added(product, through=False) if term.is_below(product))
+    stream = next(below, None)
+    is_refined = stream is not None and bool(stream.products) and Past.DEEP in stream.past
+    return stream is not None and not (is_refined and next(below, None) is None)
 
 
 def _added(product: Node, through: bool = True) -> Iterator[Node]:

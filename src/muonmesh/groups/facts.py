@@ -50,8 +50,8 @@ class Facts:
 
 def facts_of_graph(
     outputs: Iterable[Tensor], named: Collection[tuple[str, nn.Parameter]], inputs: Collection[Tensor]
-) -> dict[str, Facts]:
-    """Return what the graph behind some outputs shows of each parameter, by name.
+) -> tuple[dict[str, Facts], bool]:
+    """Return what the graph behind some outputs shows of each parameter, by name, and whether a node hides more.
 
     Outputs that are computed on by others, such as hidden states or keys beside logits, do not count as outputs.
 
@@ -62,6 +62,18 @@ def facts_of_graph(
     """
     names = {id(parameter): name for name, parameter in named}
     order, roots = nodes_behind(outputs, names, {id(tensor) for tensor in inputs})
+    try:
+        return _facts_of_nodes(order, roots, named, names), any(node.is_opaque for node in order)
+    finally:  # nodes know each other, and would hold the graph until garbage is collected
+        for node in order:
+            node.users.clear()
+            node.products.clear()
+
+
+def _facts_of_nodes(
+    order: list[Node], roots: set[Node], named: Collection[tuple[str, nn.Parameter]], names: Mapping[int, str]
+) -> dict[str, Facts]:
+    """Return what nodes show of each parameter; ``roots`` are those of the outputs, and ``names`` the names by id."""
     learn(order)
     is_last = last_layers(order, roots)
     facts: dict[str, Facts] = defaultdict(Facts)
@@ -131,10 +143,11 @@ def _unlike_others(facts: Mapping[str, Facts], shapes: Mapping[str, tuple[int, .
     """
     alike: dict[Any, list[Facts]] = defaultdict(list)
     for name, weight in facts.items():
-        if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
-            alike[starred(name), shapes[name]].append(weight)
+        layer, _, key = name.rpartition(".")
+        block, _, inner = layer.rpartition(".")
+        alike[starred(block), inner, key, shapes[name]].append(weight)
     for group in alike.values():
         for end in ("first", "last"):
-            if {True, False} <= {getattr(weight, end) for weight in group}:
+            if len({getattr(weight, end) for weight in group}) > 1:
                 for weight in group:
                     setattr(weight, end, getattr(weight, end) and None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Past(Flag):
 NOTHING = Past(0)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Node:
     """A node of autograd's graph with all that a walk has shown of it, so that autograd is asked once.
 
@@ -90,6 +91,11 @@ class Node:
     products: list[Any] = field(default_factory=list)
     past: Past = NOTHING
     is_input: bool = False
+
+    @cached_property
+    def outputs(self) -> Sequence[Any]:
+        """What autograd knows of its outputs; it makes the list anew at each look, which takes long for thousands."""
+        return cast(Sequence[Any], self.fn._input_metadata)
 
     @property
     def is_product(self) -> bool:
@@ -121,7 +127,7 @@ class Node:
 
     def shape(self, number: int = 0) -> tuple[int, ...]:
         """Return the shape of one of its outputs."""
-        return tuple(int(size) for size in self.fn._input_metadata[number].shape)
+        return tuple(int(size) for size in self.outputs[number].shape)
 
     def dim(self, name: str, rank: int) -> int:
         """Return a dim that it has saved; negative ones are shown as unsigned numbers of 64 bits."""
@@ -147,11 +153,11 @@ _T = TypeVar("_T")
 
 
 def reached(starts: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yield some things and all to which they lead, each once."""
-    todo = list(dict.fromkeys(starts))
+    """Yield some things and all to which they lead, each once, the nearest first."""
+    todo = deque(dict.fromkeys(starts))
     met = set(todo)
     while todo:
-        yield (current := todo.pop())
+        yield (current := todo.popleft())
         new = [neighbor for neighbor in dict.fromkeys(onward(current)) if neighbor not in met]
         met.update(new)
         todo += new

@@ -102,8 +102,8 @@ def shared_sites(model: nn.Module) -> list[list[Site]]:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
     for name in WRAPPERS:
-        if module._modules.get(name) is not None:
-            return module._modules[name]
+        if (inner := dict(module._modules.items()).get(name)) is not None:
+            return inner
     if not _HOLDS_MODULE.isdisjoint(class_names(module)):
         return module._modules.get("module")
     return None
@@ -133,6 +133,11 @@ def class_names(module: nn.Module, library: str = "") -> list[str]:
     """
     kinds = class_chain(module)
     return [kind.__name__ for kind in kinds if not library or kind.__module__.split(".")[0] == library]
+
+
+def is_traced(module: nn.Module) -> bool:
+    """Whether a module has lost its class: by torch.export, also in a traced pipeline, or by torch.jit."""
+    return not {"InterpreterModule", "ScriptModule"}.isdisjoint(class_names(module))
 
 
 def class_of(module: nn.Module) -> str:
