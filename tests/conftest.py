@@ -79,6 +79,8 @@ def share_with_ranks(source: str) -> float:
     """Return the share of a file's tests that use the fixture `workers`, themselves or through fixtures of the file."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     arguments = {function.name: {argument.arg for argument in function.args.args} for function in functions}
+    for function in functions:
+        arguments[function.name] |= {"workers" for line in function.decorator_list if "on_ranks" in ast.unparse(line)}
     using = {"workers"}
     while further := {name for name, names in arguments.items() if names & using} - using:
         using |= further

@@ -18,9 +18,8 @@ ENTRANCES = {"__main__", "testing"}
 
 # Names that several files of tests still give to helpers of their own; the list may only become shorter.
 NOT_YET = """
-advance alone assigned backward build by_torch cases check clipped copied differing elements halves
-in_one_process load loaded matrices measured on_mesh oracle refused resumed save sharded step stepped tokens
-train trained whole without_memory written
+advance alone assigned backward build check clipped differing halves in_one_process load matrices measured
+oracle refused resumed save step stepped train trained whole without_memory written
 """
 
 

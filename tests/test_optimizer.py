@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
-import pickle
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ BETAS = (0.9, 0.95)
 
 
 def oracle(
-    count: int, gradients_of: Any = problem.gradients, values: dict[str, Tensor] | None = None, **settings: Any
+    count: int, gradients_of: Any, settings: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Step the independent fp64 reference; `settings` are the Muon half's, beside the problem's."""
     options = {**problem.SETTINGS, **settings}
@@ -46,10 +45,34 @@ def oracle(
         else {"algorithm": "muon", "matrices": spec, "coefficients": coefficients, **options}
         for key, (_, spec) in problem.PARAMETERS.items()
     }
-    params, state = {k: v.double() for k, v in (values or problem.initial()).items()}, {}
+    params, state = {k: v.double() for k, v in problem.initial().items()}, {}
     for step in range(count):
         params, state = reference_step(params, gradients_of(step), state, per_parameter)
     return params, state
+
+
+def against_the_oracle(
+    dtype: torch.dtype,
+    bounds: Callable[[str], tuple[float, float]],
+    gradients_of: Any = problem.gradients,
+    count: int = 3,
+    **settings: Any,
+) -> None:
+    """Step a few times; each parameter, and what the steps have changed of it, is as near to fp64's as its bounds."""
+    precision: dict[str, Any] = {"compute_dtype": dtype, "state_dtype": torch.float32}
+    values = problem.initial()
+    if dtype == torch.float64:
+        values, precision["state_dtype"] = {name: value.double() for name, value in values.items()}, dtype
+    *_, (model, optimizer) = problem.steps("local", count, values, gradients_of, **precision, **settings)
+    params, state = oracle(count, gradients_of, settings)
+    for name, parameter in model.named_parameters():
+        bound, bound_of_change = bounds(name)
+        start, entries = values[name].double(), optimizer.state[parameter]
+        assert relative_error(parameter.detach(), params[name]) <= bound, name
+        assert relative_error(parameter.detach().double() - start, params[name] - start) <= bound_of_change, name
+        for key, reference in (("momentum_buffer", "momentum"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            if key in entries:
+                assert relative_error(entries[key], state[name][reference]) <= 1e-5, (name, key)
 
 
 @pytest.mark.parametrize(
@@ -70,39 +93,23 @@ def oracle(
     ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "default",
 )
 def test_fp32_agrees_with_the_oracle(settings: dict[str, Any]) -> None:
-    *_, (model, optimizer) = problem.steps("local", 3, problem.initial(), compute_dtype=torch.float32, **settings)
-    params, state = oracle(3, **settings)
-    start = problem.initial()
     # A matrix of one row or column sits at σ = 1, where CANS' first polynomial alone has a slope of 26.
     slack = 5 if settings.get("ns_coefficients") == "cans" else 1
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.detach(), params[name]) <= 1e-5 * slack, name
-        update = parameter.detach().double() - start[name].double()
-        assert relative_error(update, params[name] - start[name].double()) <= 1e-3 * slack, name
-        entries = optimizer.state[parameter]
-        for key, reference in (("momentum_buffer", "momentum"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            if key in entries:
-                assert relative_error(entries[key], state[name][reference]) <= 1e-5, (name, key)
+    against_the_oracle(torch.float32, lambda name: (1e-5 * slack, 1e-3 * slack), **settings)
+
+
+def test_zero_gradients_agree_with_the_oracle() -> None:
+    against_the_oracle(torch.float32, lambda name: (1e-5, 1e-3), problem.zeroed, count=4)
 
 
 def test_bf16_compute_agrees_with_the_oracle_within_its_rounding() -> None:
-    *_, (model, _) = problem.steps("local", 3, problem.initial(), weight_decay=0.0)
-    params, _ = oracle(3, weight_decay=0.0)
-    start = problem.initial()
-    for name, parameter in model.named_parameters():
-        update = parameter.detach().double() - start[name].double()
-        # One row or column sits at σ = 1, where the polynomials amplify bf16's rounding of σ² most.
-        bound = 0.15 if min(parameter.shape) <= 3 and parameter.ndim == 2 else 0.06
-        assert relative_error(update, params[name] - start[name].double()) <= bound, name
+    # One row or column sits at σ = 1, where the polynomials amplify bf16's rounding of σ² most.
+    thin = {name for name, (shape, _) in problem.PARAMETERS.items() if len(shape) == 2 and min(shape) <= 3}
+    against_the_oracle(torch.bfloat16, lambda name: (math.inf, 0.15 if name in thin else 0.06), weight_decay=0.0)
 
 
 def test_fp64_everything_is_the_oracle() -> None:
-    values = {k: v.double() for k, v in problem.initial().items()}
-    settings = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
-    *_, (model, _) = problem.steps("local", 5, values, **settings)
-    params, _ = oracle(5)
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.detach(), params[name]) <= 1e-12, name
+    against_the_oracle(torch.float64, lambda name: (1e-12, 1e-9), count=5)
 
 
 # ------------------------------------------------------------------ scale
@@ -119,16 +126,6 @@ def test_a_power_of_two_on_all_gradients_changes_no_bit_of_the_matrices(exponent
     for name, parameter in model.named_parameters():
         if problem.PARAMETERS[name][1] != "adamw":
             assert torch.equal(parameter, twin.get_parameter(name)), name
-
-
-@pytest.mark.parametrize("norm", [1e-30, 1e-18, 1e-6, 1e7, 1e30])
-def test_full_strength_at_any_gradient_norm(norm: float) -> None:
-    weight = nn.Parameter(torch.zeros(64, 96))
-    optimizer = mm.Muon([weight], lr=1.0, scale_mode="none", weight_decay=0.0)
-    gradient = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    weight.grad = gradient * (norm / gradient.norm())
-    optimizer.step()
-    assert 0.9 < torch.linalg.svdvals(weight.detach().double()).mean() < 1.1
 
 
 def test_momentum_does_not_become_denormal() -> None:
@@ -162,13 +159,6 @@ def test_matrices_with_zero_gradient_are_left_alone_momentum_and_decay_included(
         assert torch.equal(before["wide" + suffix], after["wide" + suffix])
         assert not torch.equal(before["experts" + suffix][0], after["experts" + suffix][0])
         assert not torch.equal(before["gate_up" + suffix][0::2], after["gate_up" + suffix][0::2])
-
-
-def test_zero_gradients_agree_with_the_oracle() -> None:
-    *_, (model, _) = problem.steps("local", 4, problem.initial(), problem.zeroed, compute_dtype=torch.float32)
-    params, _ = oracle(4, problem.zeroed)
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.detach(), params[name]) <= 1e-5, name
 
 
 def test_one_nonzero_element_anywhere_counts() -> None:
@@ -220,34 +210,13 @@ def test_gradients_and_momentum_are_not_overwritten(dtype: torch.dtype, nesterov
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], expected)
 
 
-def test_noncontiguous_parameters_and_gradients() -> None:
-    values = torch.randn(24, 16)
-    plain, strided = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous().T)
-    assert not strided.is_contiguous()
-    for step in range(3):
-        gradient = torch.randn(24, 16, generator=torch.Generator().manual_seed(step))
-        for p in (plain, strided):
-            p.grad = gradient.clone()
-        strided.grad = gradient.T.contiguous().T
-        if step == 0:
-            optimizers = [mm.Muon([p], lr=0.1) for p in (plain, strided)]
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(plain, strided)
+def test_a_convolution_in_another_memory_format_has_the_same_bits() -> None:
     conv = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     twin = copy.deepcopy(conv).to(memory_format=torch.contiguous_format)
     for layer in (conv, twin):
         layer.weight.grad = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
         mm.Muon([{"params": [layer.weight], "matrices": ["flatten"]}], lr=0.1).step()
     assert torch.equal(conv.weight, twin.weight)
-
-
-def test_gradient_of_another_dtype_than_the_parameter() -> None:
-    weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
-    optimizer = mm.Muon([weight], lr=0.1)
-    weight.grad = torch.randn(8, 8, dtype=torch.float64)
-    optimizer.step()
-    assert weight.abs().max() > 0
 
 
 # ------------------------------------------------------------------ a torch.optim.Optimizer
@@ -269,62 +238,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first:
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-def test_it_trains() -> None:
-    losses = train(*small_optimizer(), 60)
-    assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
-
-
-def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned() -> None:
-    model, optimizer = small_optimizer()
-    x = torch.randn(8, 12)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
-    before = [p.clone() for p in model.parameters()]
-    first, second = optimizer.step(closure), optimizer.step(closure)
-    assert second < first
-    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_hooks_run() -> None:
-    model, optimizer = small_optimizer()
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    optimizer.register_state_dict_post_hook(lambda *_: calls.append("state"))
-    train(model, optimizer, 1)
-    optimizer.state_dict()
-    assert calls == ["pre", "post", "state"]
-
-
-def test_state_dict_round_trip_continues_bit_for_bit() -> None:
-    model, optimizer = small_optimizer()
-    train(model, optimizer, 3)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    expected = train(model, optimizer, 3, first=3)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    twin, other = small_optimizer()
-    twin.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    assert train(twin, other, 3, first=3) == expected
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_state_dict_keeps_integer_ids_and_names() -> None:
-    model, optimizer = small_optimizer()
-    train(model, optimizer, 1)
-    saved = optimizer.state_dict()
-    assert set(saved["state"]) == set(range(len(list(model.parameters()))))
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*without masters")
@@ -410,77 +323,6 @@ def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
         assert steps(**settings) == ([], False)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_keep_all_settings_and_continue_alike(how: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 4))
-    settings: dict[str, Any] = {
-        "compute_dtype": torch.float32,
-        "state_dtype": torch.float64,
-        "master_dtype": torch.float64,
-        "memory_budget_mb": 48.0,
-        "process_group": "local",
-        "momentum": 0.8,
-    }
-    optimizer = mm.from_model(model, lr=0.05, **settings)
-    train(model, optimizer, 2)
-    pair = (model, optimizer)
-    twin, other = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
-    assert other.process_group == "local"
-    assert other._runtime.precision == optimizer._runtime.precision
-    assert other._runtime.requested.memory_budget_mb == 48.0
-    assert train(model, optimizer, 3, first=2) == train(twin, other, 3, first=2)
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10),
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-        lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=10),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(
-            o, max_lr=[group["lr"] for group in o.param_groups], total_steps=10
-        ),
-    ],
-)
-def test_schedulers_move_both_halves_and_keep_their_ratio(scheduler: Any) -> None:
-    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-    optimizer = mm.Muon(mm.split_params(model, muon={"lr": 0.02}, adamw={"lr": 0.001}))
-    schedule = scheduler(optimizer)
-    ratios, rates = set(), set()
-    for _ in range(5):
-        optimizer.step()
-        schedule.step()
-        rates.add(optimizer.param_groups[0]["lr"])
-        ratios.add(round(optimizer.param_groups[0]["lr"] / optimizer.param_groups[-1]["lr"], 6))
-    assert ratios == {20.0}
-    assert len(rates) == 5
-
-
-def test_tensor_learning_rate_is_the_number() -> None:
-    results = []
-    for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-        optimizer = mm.from_model(model, lr=lr)
-        train(model, optimizer, 3)
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_add_param_group_joins_later() -> None:
-    model, optimizer = small_optimizer()
-    train(model, optimizer, 2)
-    added = nn.Parameter(torch.zeros(6, 6))
-    optimizer.add_param_group(
-        {"params": [added], "algorithm": "muon", "name": "late", "param_names": ["late.weight"], "lr": 1.0}
-    )
-    added.grad = torch.randn(6, 6)
-    optimizer.step()
-    assert added.abs().max() > 0
-    assert "late.weight" in str(optimizer.explain())
-
-
 def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
     model, optimizer = small_optimizer()
     twin, other = copy.deepcopy((model, optimizer))
@@ -495,41 +337,12 @@ def test_gradient_accumulation_is_one_orthogonalization_of_the_sum() -> None:
         assert torch.allclose(a, b, atol=1e-3)
 
 
-def test_gradscaler_takes_its_scale_out_and_skips_overflow() -> None:
-    model, optimizer = small_optimizer()
-    twin, other = copy.deepcopy((model, optimizer))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    x = torch.randn(8, 12)
-    other.zero_grad()
-    twin(x).square().mean().backward()
-    other.step()
-    scaler.scale(model(x).square().mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)
-    optimizer.zero_grad()
-    scaler.scale(model(x).square().mean() * float("inf")).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**11
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_named_parameters_and_use_muon_alias() -> None:
     layer = nn.Linear(4, 4, bias=False)
     optimizer = mm.Muon(layer.named_parameters(), lr=0.1)
     assert optimizer.param_groups[0]["param_names"] == ["weight"]
     other = mm.Muon([{"params": [layer.weight], "use_muon": False}], lr=0.1)
     assert other.param_groups[0]["algorithm"] == "adamw"
-
-
-def test_names_are_canonical_under_wrappers() -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    names = ["module._orig_mod.block._checkpoint_wrapped_module.weight"]
-    optimizer = mm.Muon([{"params": [layer.weight], "param_names": names}], lr=0.1)
-    assert optimizer.param_groups[0]["param_names"] == ["block.weight"]
 
 
 def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
@@ -553,26 +366,6 @@ def test_explain_and_metrics_tell_the_size_of_a_step() -> None:
 
 
 # ------------------------------------------------------------------ the state-creating step of torch's checkpoints
-
-
-def test_zero_gradients_leave_muon_alone_at_any_rate_and_everything_at_rate_zero() -> None:
-    model, optimizer = small_optimizer()
-    train(model, optimizer, 2)
-    for lr in (0.05, 0.0):
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        saved = copy.deepcopy(optimizer.state_dict()["state"])
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        state = optimizer.state_dict()["state"]
-        muon = set(range(len(optimizer.param_groups[0]["params"])))
-        for key, value in saved.items():
-            if lr == 0 or key in muon:
-                assert all(torch.equal(v, state[key][k]) for k, v in value.items())
-        names = optimizer.param_groups[0]["param_names"] if lr else before
-        assert all(torch.equal(before[name], model.state_dict()[name]) for name in names)
 
 
 def test_the_state_creating_step_changes_nothing_later() -> None:
@@ -616,11 +409,6 @@ def small_weight() -> nn.Parameter:
         (lambda: mm.Muon([nn.Parameter(torch.randn(0, 3))]), ValueError, "sizes of at least 1"),
         (lambda: mm.Muon([{"params": [w := small_weight(), w]}]), ValueError, "twice"),
         (
-            lambda: mm.Muon([{"params": [w := small_weight()]}, {"params": [w], "name": "b"}]),
-            ValueError,
-            "more than one",
-        ),
-        (
             lambda: mm.Muon([{"params": [small_weight()], "name": "a"}, {"params": [small_weight()], "name": "a"}]),
             ValueError,
             "'a' twice",
@@ -637,19 +425,7 @@ def small_weight() -> nn.Parameter:
         (lambda: mm.Muon([{"params": [small_weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
         (lambda: mm.Muon([{"params": [small_weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),
         (lambda: mm.Muon([{"params": [small_weight()], "momentun": 0.1}]), ValueError, "needed 'momentum'"),
-        (lambda: mm.Muon([small_weight()], lr=-1.0), ValueError, "lr: found -1.0"),
-        (lambda: mm.Muon([small_weight()], lr=float("nan")), ValueError, "lr: found nan"),
         (lambda: mm.Muon([small_weight()], momentum=1.0), ValueError, "momentum: found 1.0"),
-        (lambda: mm.Muon([small_weight()], weight_decay=-0.1), ValueError, "weight_decay: found -0.1"),
-        (lambda: mm.Muon([small_weight()], ns_steps=0), ValueError, "steps"),
-        (lambda: mm.Muon([small_weight()], ns_coefficients="best"), ValueError, "best"),
-        (lambda: mm.Muon([small_weight()], ns_method="fast"), ValueError, "ns_method"),
-        (lambda: mm.Muon([small_weight()], scale_mode="big"), ValueError, "big"),
-        (lambda: mm.Muon([small_weight()], adamw_betas=(0.9, 1.0)), ValueError, "adamw_betas"),
-        (lambda: mm.Muon([small_weight()], adamw_eps=-1e-8), ValueError, "adamw_eps"),
-        (lambda: mm.Muon([small_weight()], extra_scale_factor=0.0), ValueError, "extra_scale_factor"),
-        (lambda: mm.Muon([small_weight()], compute_dtype=torch.int8), ValueError, "compute_dtype"),
-        (lambda: mm.Muon([small_weight()], state_dtype="fp32"), ValueError, "state_dtype"),
         (lambda: mm.Muon([small_weight()], state_device="cuda"), ValueError, "state_device"),
         (
             lambda: mm.Muon([small_weight()], state_device="cpu", state_dtype="int8"),
@@ -659,9 +435,7 @@ def small_weight() -> nn.Parameter:
         (lambda: mm.Muon([small_weight()], memory_budget_mb=-1), ValueError, "memory_budget_mb"),
         (lambda: mm.Muon([small_weight()], bucket_cap_mb=16), TypeError, "'bucket_cap_mb'.*Write memory_budget_mb="),
         (lambda: mm.Muon([small_weight()], process_group="all"), ValueError, "process_group"),
-        (lambda: mm.Muon([]), ValueError, "empty"),
         (lambda: mm.Muon(nn.Linear(2, 2)), TypeError, "from_model"),
-        (lambda: mm.Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]), TypeError, "complex64"),
     ],
 )
 def test_bad_settings_say_what_to_write(build: Any, error: type[Exception], message: str) -> None:
@@ -687,18 +461,12 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_sparse_and_complex_gradients_raise_and_nothing_is_written(kind: str) -> None:
+def test_sparse_gradients_raise_and_nothing_is_written() -> None:
     embedding = nn.Embedding(8, 4, sparse=True)
     good = nn.Parameter(torch.ones(4, 4))
     optimizer = mm.Muon([{"params": [good]}, {"params": [embedding.weight], "algorithm": "adamw"}], lr=0.1)
     good.grad = torch.ones(4, 4)
-    if kind == "sparse":
-        embedding(torch.tensor([1])).sum().backward()
-    else:
-        with pytest.raises(RuntimeError):
-            embedding.weight.grad = torch.ones(8, 4, dtype=torch.complex64)
-        return
+    embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"sparse.*dense gradient.*sparse=False"):
         optimizer.step()
     assert torch.equal(good, torch.ones(4, 4))
@@ -745,19 +513,6 @@ def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None
     unnamed = [{**group, "param_names": None} for group in other.state_dict()["param_groups"]]
     with pytest.raises(mm.StateError, match=r"needed 3 groups, .*when the state was saved$"):
         optimizer.load_state_dict({"state": {}, "param_groups": unnamed})
-
-
-def test_a_skipped_step_says_so() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = mm.from_model(model, lr=0.1)
-    skips = []
-    for skip_above in (1e9, 0.0, 1e9):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.clip_grad_norm_(1.0, skip_above=skip_above)
-        optimizer.step()
-        skips.append(optimizer.skipped)
-    assert skips == [False, True, False]
 
 
 def test_after_a_skipped_step_the_metrics_tell_the_update_before_it() -> None:

@@ -2,8 +2,9 @@
 
     python docs/site/browser.py site
 
-Prints what is wrong, a line each: what is wider than the page, an error, a picture that does not load, a search without
-results, or a picture that the dark makes illegible. Ends with 1 if anything is. Where there is no Chromium it says so.
+Prints what is wrong, a line each: what is wider than the page, a table for users that a desktop cuts, an error, a
+picture that does not load, a search without results, or a picture that the dark makes illegible. Ends with
+1 if anything is. Where there is no Chromium it says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ WIDER = """() => document.documentElement.scrollWidth <= innerWidth ? [] : ["som
     .map(e => `${e.tagName.toLowerCase()} ${e.textContent.trim().replace(/\\s+/g, " ").slice(0, 40)}`)].slice(-1)"""
 UNLOADED = """() => [...document.images].filter(i => i.loading !== "lazy" && !(i.complete && i.naturalWidth))
     .map(i => i.src)"""
+CUT = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")].filter(e => e.scrollWidth > e.clientWidth + 1)
+    .map(e => e.textContent.trim().replace(/\\s+/g, " ").slice(0, 40))"""
 BACKGROUND = """() => [...document.querySelectorAll(".md-typeset img")].map(i => getComputedStyle(i).backgroundColor)"""
 
 
@@ -38,6 +41,8 @@ def faults_of_pages(browser: Browser, site: Path) -> Iterator[str]:
                 continue
             page.goto(file.as_uri())
             found += [f"wider than the page: {element}" for element in page.evaluate(WIDER)]
+            if width == max(WIDTHS) and file.parent.name != "internals":
+                found += [f"table wider than its column: {start}" for start in page.evaluate(CUT)]
             found += [f"picture not loaded: {address}" for address in page.evaluate(UNLOADED)]
             told = [fault for fault in found if not fault.startswith("net::ERR_ABORTED")]  # by the next page
             yield from (f"{file.relative_to(site)} at {width}: {fault}" for fault in told)

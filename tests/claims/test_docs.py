@@ -36,7 +36,7 @@ from muonmesh.numerics.kernels.threads import WAITING
 from muonmesh.step.connection import placed_members
 from muonmesh.step.muon_step import NAMES
 from muonmesh.tools.cli.app import app
-from tests.support.pages import run, scripts, snippets
+from tests.support.pages import run, scripts
 from tests.support.samples import one_in
 from tests.support.workers import Pool
 
@@ -418,8 +418,7 @@ def test_the_page_about_memory(capsys: pytest.CaptureFixture[str]) -> None:
         assert weight.grad is not None
         sizes = [weight.nbytes, weight.grad.nbytes, state["momentum_buffer"].nbytes]
         sizes.append(state["master"].nbytes if "master" in state else 0)
-        cells = [str(size // weight.numel() or "") for size in (*sizes, sum(sizes))]
-        assert f"| {row} | {' | '.join(cells)} |".replace("|  |", "| |") in text
+        assert f"| {row} | {sum(sizes) // weight.numel()} |" in text
 
 
 def module_of_ways() -> types.ModuleType:
@@ -463,7 +462,7 @@ def test_the_commands_that_pages_show_are_understood() -> None:
         for line in block.splitlines()
         if line.startswith("muonmesh ")
     ]
-    assert len(shown) > 15
+    assert len(shown) > 10
     for name, *rest in shown:
         if name.startswith("-"):
             assert name in {option for parameter in commands.params for option in parameter.opts}
@@ -548,7 +547,7 @@ def test_the_page_about_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_page_about_rules() -> None:
     """In one process; `tests/numerics/test_rules_ranks.py` proves the page's rule on ranks."""
     model = Net()
-    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {}, {})
+    *_, names = run("docs/rules.md", {"model": model}, {}, {}, {})
     assert "lion" in [group["algorithm"] for group in names["optimizer"].param_groups]
     written = next(text for text in (ROOT / "docs/rules.md").read_text().split("```python\n") if "even-rows" in text)
     assert len(written.partition("```")[0].strip().splitlines()) <= 30
@@ -736,6 +735,7 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
     """Run the page about a framework of one's own; return its weights, and the largest difference to one process."""
     gradients: list[dict[str, Tensor]] = []
     torch.manual_seed(0)
+    sys.path.insert(0, str(ROOT / "examples"))  # of row_shards.py
     written = run("docs/new-framework.md", *[{"path": path} for _ in range(8)])
     next(written)
     names = next(written)
@@ -772,13 +772,14 @@ def what_the_new_framework_trains(path: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in alone.named_parameters()}
 
 
-def test_the_page_about_a_new_framework(workers: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_the_page_about_a_new_framework(
+    workers: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
     trained, same = workers(2).run(what_the_new_framework_trains, str(tmp_path / "saved"))
     assert len(trained) == 3
     assert all(torch.equal(trained[name], same[name]) for name in trained)
-    names: dict[str, Any] = {}
-    exec(snippets("docs/new-framework.md")[0], names)
-    model = names["Attention"](32)
+    model = importlib.import_module("row_shards").Attention(32)
     optimizer = mm.from_model(model, lr=0.02, overrides=FUSED)
     mm.checkpoint.load(tmp_path / "saved", model, optimizer)
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
@@ -795,6 +796,7 @@ def written_for_users() -> list[Path]:
 
 
 def test_user_pages_are_short(tmp_path: Path) -> None:
+    """15,000 words in all, those of programs and tables too; a table's bars and other signs are no words."""
     pages = [
         "optimizer",
         "learning-rates",
@@ -807,10 +809,10 @@ def test_user_pages_are_short(tmp_path: Path) -> None:
         "rules",
         "qk-clip",
     ]
-    texts = (
-        re.sub(r"^```.*?^```|\|", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in written_for_users()
+    texts = (page.read_text() for page in written_for_users())
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= 15_000, (
+        "with a letter or digit"
     )
-    assert sum(len(text.split()) for text in texts) <= 15_000, "without programs"
     paths = [ROOT / "docs" / f"{page}.md" for page in pages]
     script = ROOT / "docs" / "site" / "words.py"
     process = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True, check=False)

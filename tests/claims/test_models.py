@@ -71,14 +71,15 @@ def train_with_given_gradients(
             p.grad = problem.placed_like(p, q.grad)
         optimizer.step()
         alone.step()
-    promise, did = optimizer.explain(), optimizer.counts
+    promised, did = problem.promised_and_counted(optimizer)
+    flops = optimizer.explain().flops
     results = problem.result(placed.model, optimizer), problem.result(whole, alone)
     return {
         "differing": problem.differing(*results),
         "momenta": sum(name.endswith("momentum_buffer") for name in results[0]),
-        "told": (promise.orthogonalizations, promise.collectives, promise.bytes_sent, promise.bytes_received),
-        "did": (did.orthogonalized, did.collectives, did.bytes_sent, did.bytes_received),
-        "flops": promise.flops,
+        "told": promised,
+        "did": did,
+        "flops": flops,
         "flops alone": sum(alone.explain().flops.values()),
     }
 

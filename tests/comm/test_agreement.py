@@ -83,7 +83,7 @@ def expected(per_rank: list[dict[str, Any]]) -> dict[str, Any]:
     return flags | {"differs": any(map(any, differ.values())), "error or one": flags["error"] or flags["one"]}
 
 
-def cases() -> list[list[dict[str, Any]]]:
+def answers_of_ranks() -> list[list[dict[str, Any]]]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(below: int, count: int) -> list[int]:
@@ -112,7 +112,7 @@ def cases() -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_every_rank_reads_the_same_answers(workers, reduction: str, tensors: bool) -> None:
-    for per_rank in cases():
+    for per_rank in answers_of_ranks():
         plain = [{name: list(v) if isinstance(v, bytes) else v for name, v in fields.items()} for fields in per_rank]
         outcomes = workers(RANKS).run(answers, plain if tensors else per_rank, reduction, tensors)
         assert outcomes == [expected(plain)] * RANKS

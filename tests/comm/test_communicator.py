@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.comm.communicator import AllToAll, Communicator
+from tests.support.on_ranks import on_ranks
 
 COVERS = (
     "comm.communicator.Communicator",
@@ -56,50 +57,38 @@ def begin(communicator: Communicator, seed: int) -> tuple[Any, Tensor, Tensor]:
     return transfer, receive, torch.cat(expected)
 
 
-def several_under_way() -> list[bool]:
+@on_ranks(RANKS)
+def test_swaps_of_one_wire_may_be_under_way_together_and_end_in_any_order() -> None:
     (communicator,) = wires(1)
     begun = [begin(communicator, seed) for seed in range(5)]
-    right = []
     for transfer, receive, expected in reversed(begun):
         communicator.finish(transfer)
-        right.append(torch.equal(receive, expected))
+        assert torch.equal(receive, expected)
         assert not transfer.works, "what is over holds nothing"
         assert not transfer.memory, "what is over holds nothing"
-    return right
 
 
-def test_swaps_of_one_wire_may_be_under_way_together_and_end_in_any_order(workers) -> None:
-    assert workers(RANKS).run(several_under_way) == [[True] * 5] * RANKS
-
-
-def two_wires() -> list[bool]:
+@on_ranks(RANKS)
+def test_two_wires_of_one_group_need_not_begin_in_one_order() -> None:
     pair = wires(2)
     order = (0, 1) if dist.get_rank() % 2 else (1, 0)
     begun = {number: begin(pair[number], 100 + number) for number in order}
     for number in (0, 1):
         pair[number].finish(begun[number][0])
-    return [torch.equal(receive, expected) for _, receive, expected in begun.values()]
+    assert all(torch.equal(receive, expected) for _, receive, expected in begun.values())
 
 
-def test_two_wires_of_one_group_need_not_begin_in_one_order(workers) -> None:
-    assert workers(RANKS).run(two_wires) == [[True] * 2] * RANKS
-
-
-def messages() -> tuple[dict[str, int], int, int, int]:
-    (communicator,) = wires(1)
+@on_ranks(RANKS)
+def test_there_is_one_message_for_each_rank_that_elements_go_to_or_come_from() -> None:
+    (communicator,), rank = wires(1), dist.get_rank()
     with Called() as called:
         transfer, receive, expected = begin(communicator, 7)
     communicator.finish(transfer)
     assert torch.equal(receive, expected)
+    leaving = [len(elements(7, rank, peer)) for peer in range(RANKS)]
+    arriving = [len(elements(7, peer, rank)) for peer in range(RANKS)]
+    assert called.names["send"] == sum(map(bool, leaving))
+    assert called.names["recv_"] == sum(map(bool, arriving))
+    assert set(called.names) <= {"send", "recv_"}
     counts = communicator.counts
-    return dict(called.names), counts.collectives, counts.bytes_sent, counts.bytes_received
-
-
-def test_there_is_one_message_for_each_rank_that_elements_go_to_or_come_from(workers) -> None:
-    for rank, (names, swaps, sent, received) in enumerate(workers(RANKS).run(messages)):
-        leaving = [len(elements(7, rank, peer)) for peer in range(RANKS)]
-        arriving = [len(elements(7, peer, rank)) for peer in range(RANKS)]
-        assert names.get("send", 0) == sum(map(bool, leaving))
-        assert names.get("recv_", 0) == sum(map(bool, arriving))
-        assert set(names) <= {"send", "recv_"}
-        assert (swaps, sent, received) == (1, 2 * sum(leaving), 2 * sum(arriving))
+    assert (counts.collectives, counts.bytes_sent, counts.bytes_received) == (1, 2 * sum(leaving), 2 * sum(arriving))

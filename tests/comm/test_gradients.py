@@ -17,6 +17,7 @@ from muonmesh.step import replicas
 from muonmesh.step.connection import placed_members
 from muonmesh.step.parameters import collect
 from tests.support import problem
+from tests.support.on_ranks import on_ranks
 
 COVERS = (
     "comm.gradients.ParameterGrad",
@@ -99,18 +100,6 @@ def test_main_grad_is_the_same_as_an_fp32_grad_bit_for_bit(clip: dict[str, Any] 
     assert [name for name in main if not torch.equal(main[name], plain[name])] == []
     assert main_reports == plain_reports
     assert any(not torch.equal(g, g.bfloat16().float()) for name, g in main.items() if name.endswith(".gradient"))
-
-
-def test_a_matrix_whose_main_grad_is_zero_is_left_alone() -> None:
-    weights = parameters()
-    in_main_grad(weights)
-    optimizer = mm.Muon(groups(weights), gradients=MainGrad())
-    before = {name: parameter.detach().clone() for name, parameter in weights.items()}
-    weights["wide"].main_grad.fill_(0.1)
-    optimizer.step()
-    moved = {name for name, spec in problem.PARAMETERS.items() if spec[1] != "adamw"}
-    moved = {name for name in moved if not torch.equal(before[name], weights[name])}
-    assert moved == {"wide"}
 
 
 def test_zero_grad_zeroes_the_buffer_and_keeps_it() -> None:
@@ -351,7 +340,8 @@ def test_the_group_of_the_source_divides_the_work(workers) -> None:
     assert all(count > 0 for _, count in from_source)
 
 
-def with_experts() -> tuple[list[tuple[int, ...]], bool]:
+@on_ranks(2)
+def test_experts_are_shared_over_their_own_group() -> None:
     """A dense weight shared by both ranks and an expert of each rank's own, of one name."""
     rank = dist.get_rank()
     alone = [dist.new_group([number]) for number in range(2)][rank]
@@ -363,28 +353,22 @@ def with_experts() -> tuple[list[tuple[int, ...]], bool]:
     dense.main_grad = torch.randn(6, 4, generator=generator)
     expert.main_grad = torch.randn(6, 4, generator=generator) * (rank + 1)
     optimizer.step()
-    moved = not torch.equal(expert, torch.full((6, 4), rank + 1.0))
-    return [member.storage.layout.ranks for member in placed_members(optimizer)], moved
+    assert [member.storage.layout.ranks for member in placed_members(optimizer)] == [(0, 1), (rank,)]
+    assert not torch.equal(expert, torch.full((6, 4), rank + 1.0))
 
 
-def test_experts_are_shared_over_their_own_group(workers) -> None:
-    for rank, (ranks, moved) in enumerate(workers(2).run(with_experts)):
-        assert ranks == [(0, 1), (rank,)]
-        assert moved
+@on_ranks(2)
+def test_a_group_without_this_rank_is_refused() -> None:
+    group, weight = dist.new_group([0]), nn.Parameter(torch.ones(4, 4))
 
+    def build() -> mm.Muon:
+        return mm.Muon([{"params": [("weight", weight)]}], gradients=Shared(data_parallel=group))
 
-def in_no_group() -> None:
-    group = dist.new_group([0])
-    weight = nn.Parameter(torch.ones(4, 4))
-    mm.Muon([{"params": [("weight", weight)]}], gradients=Shared(data_parallel=group))
-
-
-def test_a_group_without_this_rank_is_refused(workers) -> None:
-    fine, refused = workers(2).run_expecting_errors(in_no_group)
-    assert fine.error is None
-    assert refused.error is ValueError
-    assert "weight: found" in refused.message
-    assert "needed None or a ProcessGroup with this rank in it" in refused.message
+    if dist.get_rank() == 0:
+        build()
+        return
+    with pytest.raises(ValueError, match=r"weight: found.*needed None or a ProcessGroup with this rank in it"):
+        build()
 
 
 @pytest.mark.parametrize("shape", [(4096,), (), (0, 3), (64, 64)])

@@ -17,6 +17,7 @@ import muonmesh as mm
 from muonmesh.errors import PlanError
 from tests.support import problem
 from tests.support.meshes import mesh_of
+from tests.support.on_ranks import on_ranks
 from tests.support.placements import Flat, Making, RaggedShard, dtensor, flex, held_by, megatron, vescale
 
 COVERS = (
@@ -56,22 +57,6 @@ def making(how: str) -> Making:
     }[how]()
 
 
-def stepped(how: str, settings: dict[str, Any]) -> list[str]:
-    """Three steps, the last by an optimizer that loads what the first saved; return what differs from one process."""
-    names = SOME if how.startswith("megatron") else tuple(problem.PARAMETERS)
-    holding = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
-    settings = {**problem.SETTINGS, "compute_dtype": torch.float32, **settings}
-    optimizer = mm.Muon(holding.groups, **settings)
-    for step in range(3):
-        holding.give({name: problem.gradients(step)[name] for name in names})
-        optimizer.step()
-        if step == 1:
-            saved, optimizer = optimizer.state_dict(), mm.Muon(holding.groups, **settings)
-            optimizer.load_state_dict(saved)
-    reference = problem.alone(3, **settings)
-    return problem.differing(holding.whole(optimizer), {k: v for k, v in reference.items() if k.split(".")[0] in names})
-
-
 HOW = (
     "ragged",
     "ragged beside copies",
@@ -86,8 +71,21 @@ HOW = (
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_published_placement_is_stepped_as_in_one_process(workers, how: str) -> None:
-    assert workers(4).run(stepped, how, {}) == [[]] * 4
+@on_ranks(4)
+def test_a_published_placement_is_stepped_as_in_one_process(how: str) -> None:
+    """Three steps, the last by an optimizer that loads what the first saved."""
+    names = SOME if how.startswith("megatron") else tuple(problem.PARAMETERS)
+    holding = held_by(making(how), problem.PARAMETERS, {name: problem.initial()[name] for name in names})
+    settings = {**problem.SETTINGS, "compute_dtype": torch.float32}
+    optimizer = mm.Muon(holding.groups, **settings)
+    for step in range(3):
+        holding.give({name: problem.gradients(step)[name] for name in names})
+        optimizer.step()
+        if step == 1:
+            saved, optimizer = optimizer.state_dict(), mm.Muon(holding.groups, **settings)
+            optimizer.load_state_dict(saved)
+    expected = {key: value for key, value in problem.alone(3, **settings).items() if key.split(".")[0] in names}
+    assert problem.differing(holding.whole(optimizer), expected) == []
 
 
 class Unheard(Placement):
@@ -113,7 +111,23 @@ def read_answer(name: str, tensor: Any) -> Any:
     return getattr(tensor, "answer", None)
 
 
-def refused(case: str) -> str:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("unknown", "Unheard"),
+        ("derived", "a Ours of tests.comm.test_layout_readers"),
+        ("buffer", "raised by the layout reader muonmesh.integrations.megatron_fsdp.read_layout"),
+        ("flex", "Marked"),
+        ("answer", "found a DTensor with a mesh from its layout reader; "),
+        ("partial", "redistribute"),
+        ("uneven", "(4, 4) on rank 1"),
+        ("units", "a unit for each rank"),
+        ("other units", "on rank"),
+        ("inside a row", "a whole part of the dims"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_be_read_is_an_error_on_every_rank(case: str, words: str) -> None:
     mesh, value = mesh_of((2,)), torch.randn(6, 4)
     if case == "buffer":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("inner",))
@@ -146,31 +160,12 @@ def refused(case: str) -> str:
     parameter.grad = local.clone() if case == "flex" else dtensor(local.clone(), mesh, [placement], value)
     with pytest.raises((mm.LayoutError, PlanError)) as raised:  # of another rank's error a rank says that rank
         mm.Muon(groups, compute_dtype=torch.float32).step()
-    return str(raised.value)
+    assert "weight" in str(raised.value)
+    assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("unknown", "Unheard"),
-        ("derived", "a Ours of tests.comm.test_layout_readers"),
-        ("buffer", "raised by the layout reader muonmesh.integrations.megatron_fsdp.read_layout"),
-        ("flex", "Marked"),
-        ("answer", "found a DTensor with a mesh from its layout reader; "),
-        ("partial", "redistribute"),
-        ("uneven", "(4, 4) on rank 1"),
-        ("units", "a unit for each rank"),
-        ("other units", "on rank"),
-        ("inside a row", "a whole part of the dims"),
-    ],
-)
-def test_what_cannot_be_read_is_an_error_on_every_rank(workers, case: str, words: str) -> None:
-    for message in workers(2).run(refused, case):
-        assert "weight" in message
-        assert words in message, message
-
-
-def described() -> list[bool]:
+@on_ranks(2)
+def test_layouts_may_describe_a_dtensor() -> None:
     """A DTensor of a placement that nobody knows, of which ``layouts=`` says what the ranks hold."""
     mesh, value, rank = mesh_of((2,)), torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dist.get_rank()
     borders = (0, 12, 24)
@@ -184,11 +179,7 @@ def described() -> list[bool]:
     sharded = mm.Muon([{"params": [("weight", parameter)]}], layouts=layouts, compute_dtype=torch.float32)
     single = mm.Muon([{"params": [("weight", alone)]}], process_group="local", compute_dtype=torch.float32)
     sharded.step(), single.step()
-    return [torch.equal(local, alone.detach().flatten()[borders[rank] : borders[rank + 1]])]
-
-
-def test_layouts_may_describe_a_dtensor(workers) -> None:
-    assert workers(2).run(described) == [[True], [True]]
+    assert torch.equal(local, alone.detach().flatten()[borders[rank] : borders[rank + 1]])
 
 
 class Rows(nn.Parameter):

@@ -1,8 +1,7 @@
-"""Schedules: replayed by all ranks of a plan in one process, they gather every matrix and bring every element back."""
+"""Schedules: the memory that they take, and how few copies and messages. Ranks that exchange are in other tests."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from muonmesh.comm.communicator import AllToAll
 from muonmesh.comm.schedule import Batch, Gather, Scatter, Schedule, Stage
 from muonmesh.comm.step_callbacks import Batching
-from muonmesh.comm.views import Elements, by_shape
+from muonmesh.comm.views import Elements
 from muonmesh.layout import (
     Budget,
     FlatShards,
@@ -28,7 +26,6 @@ from muonmesh.layout import (
     make_plan,
 )
 from muonmesh.layout import split_matrices as split
-from muonmesh.layout.piece_table import Row
 from muonmesh.numerics.kernels import threads
 
 COVERS = (
@@ -63,7 +60,7 @@ LARGER: dict[str, tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...],
 }
 
 
-def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0, budget: Budget | None = None) -> Plan:
+def plan_of(name: str, *, bucket_elements: int, count: int = 5, budget: Budget | None = None) -> Plan:
     mesh, placements, shape, spec = (CASES | LARGER)[name]
     layout = MeshLayout(shape, mesh, tuple(range(math.prod(mesh))), placements)
     parameters = []
@@ -74,17 +71,7 @@ def plan_of(name: str, *, bucket_elements: int, count: int = 5, machine: int = 0
     borders = [0, 5, 30, 31, *[63] * (len(layout.ranks) - 3)]
     flat = FlatShards.cut((7, 9), layout.ranks, borders)
     parameters.append(Parameter("flat", flat, flat, split("flat", (7, 9), None), (1,), ""))
-    return make_plan(parameters, bucket_elements=bucket_elements, machine=machine, budget=budget or Budget())
-
-
-class Two(Batching):
-    """Two matrices at once, whatever their shapes are."""
-
-    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
-        return 2
-
-    def joins(self, number: int, shape: tuple[int, int]) -> None:
-        return None
+    return make_plan(parameters, bucket_elements=bucket_elements, budget=budget or Budget())
 
 
 class Own(Schedule):
@@ -136,99 +123,6 @@ def kept_by(schedule: Schedule) -> dict[str, Tensor]:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(replay).result()
-
-
-def travel(transfers: list[AllToAll | None]) -> None:
-    """Move what an all-to-all moves."""
-    if transfers[0] is None:
-        assert transfers == [None] * len(transfers)
-        return
-    for sender, transfer in enumerate(transfers):
-        assert transfer is not None
-        for receiver, segment in enumerate(torch.split(transfer.send, transfer.sent)):
-            other = transfers[receiver]
-            assert other is not None
-            torch.split(other.receive, other.received)[sender].copy_(segment)
-
-
-def numbered(plan: Plan, parameter: int) -> Tensor:
-    """A whole parameter whose elements are all different."""
-    shape = plan.parameters[parameter].target.shape
-    return 1.0 + 1000 * parameter + torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
-
-
-def stored(plan: Plan, parameter: int, rank: int) -> Tensor:
-    """What a rank stores of it, flat."""
-    layout, whole = plan.parameters[parameter].target, numbered(plan, parameter)
-    local = torch.zeros(math.prod(layout.local_shape(rank)), dtype=torch.float64)
-    for block in layout.blocks(rank):
-        region = block.region
-        box = [slice(first, first + size) for first, size in zip(region.offset, region.shape, strict=True)]
-        local.as_strided(region.shape, block.strides, block.start).copy_(whole[tuple(box)])
-    return local
-
-
-def elements(row: Row, storage: Tensor) -> Tensor:
-    """The elements of a row in a flat local storage."""
-    return storage.as_strided(row.piece.shape, row.piece.storage_strides, row.piece.storage_start)
-
-
-@pytest.mark.parametrize("bucket_elements", [1, 200, 10**6])
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    [*((name, 0) for name in CASES), *((n, m) for n in (*CASES, *LARGER) for m in (1, 2, 4, 3) if "repl" in n)],
-)
-def test_all_ranks_together_replay_an_exchange(name: str, machine: int, bucket_elements: int) -> None:
-    """What every rank stores comes back to it negated, through owners that see whole matrices."""
-    plan = plan_of(name, bucket_elements=bucket_elements, machine=machine)
-    every = list(itertools.product(range(len(plan.parameters)), plan.ranks))
-    shards = {key: stored(plan, *key) for key in every}
-    back = {key: torch.zeros_like(shards[key]) for key in every}
-    owned = 0
-    ranks = schedules(plan, Two())
-    for rank, schedule in enumerate(ranks):
-        for local in [*(local for stage in schedule.stages for local in stage.local), *schedule.trailing]:
-            owned += len(local.assignments)
-            assert len(local.assignments) <= 2
-            batch = torch.zeros(sum(map(math.prod, local.shapes)), dtype=torch.float64)
-            for row, into in Elements(local.reads, (batch,)):
-                into.copy_(elements(row, shards[row.parameter, rank]))
-            matrices = [matrix for equal in by_shape(batch, local.shapes) for matrix in equal]
-            assert all(len(matrix.unique()) == matrix.numel() for matrix in matrices)  # whole: each element once
-            for row, of in Elements(local.writes, (-batch,)):
-                elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
-    for n in range(len(ranks[0].stages)):
-        stages = [stages_of(schedule)[n] for schedule in ranks]
-        for rank, computed in enumerate(stages):
-            for row, into in computed.gather.reads:
-                into.copy_(elements(row, shards[row.parameter, rank]))
-        travel([computed.gather.all_to_all for computed in stages])
-        for rank, computed in enumerate(stages):
-            for to, of in computed.gather.arriving:
-                to.copy_(of)
-            for x, out, numbers, shapes in computed.batches:
-                assert x.shape == out.shape
-                owned += len(numbers)
-                matrices = [matrix for equal in by_shape(x, shapes) for matrix in equal]
-                for matrix, number in zip(matrices, numbers, strict=True):
-                    assignment = plan.assignments[number]
-                    assert assignment.owner == rank
-                    assert tuple(matrix.shape) == assignment.matrix.shape
-                    assert len(matrix.unique()) == matrix.numel()  # whole: each element once
-                out.copy_(-x)
-            for row, of in Elements(computed.stage.staying, computed.results):
-                elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
-        for of_all in zip(*map(exchanges_of, ranks, stages), strict=True):
-            for scatter in of_all:
-                for to, of in scatter.leaving:
-                    to.copy_(of)
-            travel([scatter.all_to_all for scatter in of_all])
-            for rank, scatter in enumerate(of_all):
-                for row, of in scatter.arrived:
-                    elements(row, back[row.parameter, rank]).sub_(of, alpha=-1)
-    assert owned == len(plan.assignments)
-    for key in every:
-        assert torch.equal(back[key], -shards[key])
 
 
 def test_matrices_of_one_rank_are_local_and_sorted_by_shape() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import pickle
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from muonmesh.comm.to_owners import ToOwners, on_replica
 from muonmesh.layout import MeshLayout
 from muonmesh.tools.forecasts.forecast import Weight, forecast, gradients_to_owners
 from tests.device.simulated import SimulatedDevice
+from tests.support.on_ranks import on_ranks
 from tests.support.samples import one_in
 from tests.support.sent import Sent
 
@@ -58,7 +60,7 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def tokens(step: int, rank: int) -> Tensor:
+def tokens_of(step: int, rank: int) -> Tensor:
     return torch.randint(0, 24, (4, 5), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -70,7 +72,7 @@ def local_gradient(model: Net, step: int, rank: int, blocks: int = 3) -> dict[st
     """Return one replica's gradients at the weights of a model that is left as it is."""
     twin = Net(model.norm.normalized_shape[0]).to(model.norm.weight.dtype)
     twin.load_state_dict(model.state_dict())
-    loss_of(twin(tokens(step, rank), blocks)).backward()
+    loss_of(twin(tokens_of(step, rank), blocks)).backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
@@ -126,7 +128,21 @@ class Given(mm.GradientSource):
         self.values[parameter] = gradient
 
 
-def source_of(optimizer: mm.Muon) -> ToOwners:
+def straight_to_owners(net: nn.Module, **settings: Any) -> mm.Muon:
+    """An optimizer of several buckets whose gradients go straight to owners."""
+    options = {**FP32, "process_group": "world", "memory_budget_mb": 0.064, **settings}
+    return mm.from_model(net, gradients="to_owners", **options)
+
+
+def advance(net: nn.Module, optimizer: mm.Muon, steps: Iterable[int], *blocks: int) -> None:
+    """Step with this rank's own tokens."""
+    for step in steps:
+        loss_of(net(tokens_of(step, dist.get_rank()), *blocks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def to_owners_of(optimizer: mm.Muon) -> ToOwners:
     assert isinstance(optimizer.gradients, ToOwners)
     return optimizer.gradients
 
@@ -141,7 +157,7 @@ def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tup
     net: nn.Module = DistributedDataParallel(model) if wrapped else model
     optimizer = mm.from_model(net, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **settings)
     for step in range(4):
-        loss_of(net(tokens(step, dist.get_rank()))).backward()
+        loss_of(net(tokens_of(step, dist.get_rank()))).backward()
         optimizer.step()
         empty = all(p.grad is None for n, p in model.named_parameters() if "up" in n or "down" in n)
         (optimizer if step % 2 else net).zero_grad()
@@ -197,19 +213,13 @@ class Reduced(mm.GradientSource):
             self.sums[tensor], tensor.grad = total, None
 
 
-def by_a_host() -> list[str]:
+@on_ranks(2)
+def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum() -> None:
     model = Net()
     optimizer = mm.from_model(model, process_group="world", gradients=Reduced(), **FP32)
-    for step in range(3):
-        loss_of(model(tokens(step, dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    advance(model, optimizer, range(3))
     assert sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s) == 3 * 16 * 32
-    return differing(model, alone(3, FP32, torch.float32))
-
-
-def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum(workers) -> None:
-    assert workers(2).run(by_a_host) == [[], []]
+    assert differing(model, alone(3, FP32, torch.float32)) == []
 
 
 def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -217,16 +227,16 @@ def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[f
     model = Net(width).to(dtype)
     optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.32, **settings)
     for step in range(2):
-        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        loss_of(model(tokens_of(step, dist.get_rank()))).backward()
         optimizer.step()
-        before = replace(source_of(optimizer).counts)
+        before = replace(to_owners_of(optimizer).counts)
         optimizer.zero_grad()
         with Sent(dist.get_world_size()) as sent:
-            loss_of(model(tokens(step, dist.get_rank()))).backward()
+            loss_of(model(tokens_of(step, dist.get_rank()))).backward()
             optimizer.step()
         optimizer.zero_grad()
-    after, explanation = source_of(optimizer).counts, optimizer.explain()
-    source, planned = source_of(optimizer), optimizer._runtime.connected
+    after, explanation = to_owners_of(optimizer).counts, optimizer.explain()
+    source, planned = to_owners_of(optimizer), optimizer._runtime.connected
     assert planned is not None
     copies = {"copy": dist.get_rank(), "copies": dist.get_world_size()}
     gradients = gradients_to_owners(source.owners, len(source._buckets), planned.replicated, **copies)
@@ -261,63 +271,55 @@ def test_gradients_and_results_travel_once(workers, ranks: int) -> None:
     assert all(explained == pytest.approx(counted, rel=0.01) for _, counted, explained, _ in outcomes)
 
 
-def unused(kind: str) -> list[str]:
-    """Leave the last matrices out on some ranks, or on all of them in a step."""
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "DDP"])
+@pytest.mark.parametrize("kind", ["some", "all", "none at all"])
+@on_ranks(3)
+def test_parameters_that_ranks_do_not_use(kind: str, wrapped: bool) -> None:
+    """Leave the last matrices out on some ranks, or on all of them."""
     skipping = {"some": lambda rank: 2 if rank == 0 else 3, "all": lambda rank: 2, "none at all": lambda rank: 3}[kind]
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    for step in range(3):
-        loss_of(model(tokens(step, dist.get_rank()), skipping(dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return differing(model, alone(3, FP32, torch.float32, skipping))
+    net = DistributedDataParallel(model, find_unused_parameters=True) if wrapped else model
+    advance(net, straight_to_owners(net), range(3), skipping(dist.get_rank()))
+    assert differing(model, alone(3, FP32, torch.float32, skipping)) == []
 
 
-@pytest.mark.parametrize("kind", ["some", "all", "none at all"])
-def test_parameters_that_ranks_do_not_use(workers, kind: str) -> None:
-    assert workers(3).run(unused, kind) == [[]] * 3
-
-
-def a_rank_without_gradients() -> tuple[bool, bool]:
+@on_ranks(3)
+def test_a_rank_without_any_gradient_counts_as_zero() -> None:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    rank, equal = dist.get_rank(), []
+    optimizer = straight_to_owners(model)
+    rank = dist.get_rank()
     for step in range(3):
         if step != 1 or rank == 0:  # in the second step rank 0 alone has run backward
-            loss_of(model(tokens(step, rank))).backward()
+            loss_of(model(tokens_of(step, rank))).backward()
         optimizer.step()
         optimizer.zero_grad()
         digest = torch.stack([p.detach().double().sum() for p in model.parameters()])
         low, high = digest.clone(), digest.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        equal.append(torch.equal(low, high))
-    return all(equal), bool(torch.isfinite(digest).all())
-
-
-def test_a_rank_without_any_gradient_counts_as_zero(workers) -> None:
-    assert workers(3).run(a_rank_without_gradients) == [(True, True)] * 3
+        assert torch.equal(low, high)
+        assert digest.isfinite().all()
 
 
 def accumulated(kind: str) -> tuple[float, int, list[bool]]:
     """Return how far sums of three micro-batches are from their mean in fp64, the bytes, and whether .grad is None."""
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    rank, source = dist.get_rank(), source_of(optimizer)
-    loss_of(model(tokens(9, rank))).backward()
+    optimizer = straight_to_owners(model)
+    rank, source = dist.get_rank(), to_owners_of(optimizer)
+    loss_of(model(tokens_of(9, rank))).backward()
     optimizer.step()
     if kind == "dropped":
         optimizer.zero_grad()
-        loss_of(model(tokens(8, rank))).backward()
+        loss_of(model(tokens_of(8, rank))).backward()
     optimizer.zero_grad()
     before, worst = source.counts.bytes_sent, 0.0
     micro_batches = [[local_gradient(model, step, r) for r in range(dist.get_world_size())] for step in range(3)]
     for step in range(3):
         if kind == "no_sync" and step < 2:
             with source.no_sync():
-                loss_of(model(tokens(step, rank))).backward()
+                loss_of(model(tokens_of(step, rank))).backward()
         else:
-            loss_of(model(tokens(step, rank))).backward()
+            loss_of(model(tokens_of(step, rank))).backward()
         if kind == "measured":  # a clip between two backward passes
             optimizer.clip_grad_norm_(float("inf"))
     optimizer.clip_grad_norm_(float("inf"))
@@ -343,30 +345,27 @@ def test_several_backward_passes_add_up(workers, kind: str) -> None:
     assert sum(sent for _, sent, _ in outcomes) == expected * once + (3 if kind == "measured" else 1) * adamw
 
 
-def dropped_by_some() -> list[str]:
+@on_ranks(2)
+def test_gradients_that_some_ranks_drop_are_refused_on_all() -> None:
     """Rank 0 alone drops gradients; then all of them do, and go on as if they had never been."""
     models = []
     for wrong in (True, False):
         model = Net()
-        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
+        optimizer = straight_to_owners(model)
         for step in range(3):
-            loss_of(model(tokens(step, dist.get_rank()))).backward()
+            loss_of(model(tokens_of(step, dist.get_rank()))).backward()
             if wrong and step == 1:
                 if dist.get_rank() == 0:
                     optimizer.zero_grad()
-                    loss_of(model(tokens(step, dist.get_rank()))).backward()
+                    loss_of(model(tokens_of(step, dist.get_rank()))).backward()
                 with pytest.raises(mm.PlanError, match="Call zero_grad\\(\\) on all"):
                     optimizer.step()
                 optimizer.zero_grad()
-                loss_of(model(tokens(step, dist.get_rank()))).backward()
+                loss_of(model(tokens_of(step, dist.get_rank()))).backward()
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
-    return differing(*models)
-
-
-def test_gradients_that_some_ranks_drop_are_refused_on_all(workers) -> None:
-    assert workers(2).run(dropped_by_some) == [[], []]
+    assert differing(*models) == []
 
 
 def crossing() -> list[str]:
@@ -374,22 +373,15 @@ def crossing() -> list[str]:
     runs = []
     for crossed in (True, False):
         models = [Net(), Net(8)]
-        optimizers = [
-            mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-            for model in models
-        ]
+        optimizers = [straight_to_owners(model) for model in models]
         for step in range(2):
             for model in models if crossed and dist.get_rank() else reversed(models):
-                loss_of(model(tokens(step, dist.get_rank()))).backward()
+                loss_of(model(tokens_of(step, dist.get_rank()))).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         runs.append(models)
     return [name for first, other in zip(*runs, strict=True) for name in differing(first, other)]
-
-
-def test_two_optimizers_do_not_meet_each_others_gradients(workers) -> None:
-    assert workers(2).run(crossing) == [[], []]
 
 
 def order_of_collectives(connections: str) -> list[tuple[str, str]]:
@@ -412,7 +404,10 @@ def order_of_collectives(connections: str) -> list[tuple[str, str]]:
 
 
 def test_with_one_queue_all_ranks_begin_collectives_in_one_order(workers) -> None:
-    """A kernel of NCCL waits for other ranks, and the kernels of all groups stand in the one queue behind it."""
+    """A kernel of NCCL waits for other ranks, and the kernels of all groups stand in the one queue behind it.
+
+    Nor do two optimizers meet each other's gradients.
+    """
     first, second = workers(2).run(order_of_collectives, "1")
     assert first == second
     assert len({group for group, _ in first}) > 2
@@ -433,7 +428,7 @@ def hsdp() -> tuple[list[str], int]:
     twin = Net()
     expected = mm.from_model(twin, process_group="local", gradients=Given(), **FP32)
     for step in range(3):
-        loss_of(model(tokens(step, dist.get_rank()))).backward()
+        loss_of(model(tokens_of(step, dist.get_rank()))).backward()
         optimizer.step()
         gradients = [local_gradient(twin, step, rank) for rank in range(4)]
         shards = [averaged(gradients[:2]), averaged(gradients[2:])]  # as FSDP2 averages two ranks, then the replicas
@@ -453,23 +448,22 @@ def test_hsdp_has_the_bits_of_one_process(workers) -> None:
     assert sum(momentum for _, momentum in outcomes) == 6 * 16 * 32
 
 
-def measured() -> tuple[float, float, float]:
-    """Return the norm of Muon's gradients, the true one, and that of metrics."""
+@on_ranks(3)
+def test_norms_count_once() -> None:
+    """Norms over the true ones: of Muon's gradients, of all, as metrics tell it, and as a running mean keeps it."""
     model, rank = Net(), dist.get_rank()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
+    optimizer = straight_to_owners(model)
     means = averaged([local_gradient(model, 0, r) for r in range(dist.get_world_size())])
     true = torch.cat([g.flatten().double() for n, g in means.items() if "up" in n or "down" in n])
-    loss_of(model(tokens(0, rank))).backward()
-    norms = optimizer.clip_grad_norm_(float("inf"))
+    all_gradients = torch.cat([gradient.flatten().double() for gradient in means.values()])
+    loss_of(model(tokens_of(0, rank))).backward()
+    norms = optimizer.clip_grad_norm_(float("inf"), skip_above="4x")
     optimizer.step()
     rms = optimizer.metrics()[f"{optimizer.param_groups[0]['name']}/gradient_rms"]
-    return float(norms.muon), float(true.norm()), rms / float(true.pow(2).mean().sqrt())
-
-
-def test_norms_count_once(workers) -> None:
-    for norm, true, ratio in workers(3).run(measured):
-        assert norm == pytest.approx(true, rel=1e-5)
-        assert ratio == pytest.approx(1, rel=1e-5)
+    optimizer.finish()
+    mean = optimizer.param_groups[0]["norm_means"][0][0] / float(all_gradients.norm())
+    total, muon = (float(norm) / float(all_of.norm()) for norm, all_of in ((norms, all_gradients), (norms.muon, true)))
+    assert [muon, total, rms / float(true.pow(2).mean().sqrt()), mean] == pytest.approx([1.0] * 4, rel=1e-5)
 
 
 def clipped(kind: str) -> tuple[float, bool, float]:
@@ -494,7 +488,7 @@ def clipped(kind: str) -> tuple[float, bool, float]:
         if kind != "torch's":
             other.clip_grad_norm_(limit, policy="separate")
         other.step()
-        loss_of(model(tokens(step, rank))).backward()
+        loss_of(model(tokens_of(step, rank))).backward()
         if kind == "torch's":
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         else:
@@ -517,65 +511,16 @@ def test_clipping_means_and_what_torchs_does(workers, kind: str) -> None:
         assert len({norm for *_, norm in outcomes}) == 2, "each rank has its own norm"
 
 
-def refused_scaler() -> None:
+@on_ranks(2)
+def test_a_scaler_is_refused() -> None:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
+    optimizer = straight_to_owners(model)
     before = [p.detach().clone() for p in model.parameters()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(loss_of(model(tokens(0, dist.get_rank())))).backward()
+    scaler.scale(loss_of(model(tokens_of(0, dist.get_rank())))).backward()
     with pytest.raises(mm.LayoutError, match="Train in bf16 without a GradScaler"):
         scaler.step(optimizer, scaler=scaler)
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-
-
-def test_a_scaler_is_refused(workers) -> None:
-    workers(2).run(refused_scaler)
-
-
-def resumed(folder: str) -> list[str]:
-    """Save after two steps, load into fresh objects and go on; compare with four steps at a stretch."""
-    reference: nn.Module | None = None
-    for stop in (4, 2):
-        model = Net()
-        optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-        for step in range(4):
-            if step == stop:
-                mm.checkpoint.save(folder, model, optimizer)
-                model = Net()
-                optimizer = mm.from_model(model, process_group="world", gradients="to_owners", **FP32)
-                mm.checkpoint.load(folder, model, optimizer)
-            loss_of(model(tokens(step, dist.get_rank()))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        reference = model if reference is None else reference
-    assert reference is not None
-    return differing(model, reference)
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits(workers, tmp_path) -> None:
-    assert workers(3).run(resumed, str(tmp_path / "saved")) == [[]] * 3
-
-
-def limited() -> tuple[float, float]:
-    """Return the running mean of the norm after a step, and the norm of the replicas' mean gradients."""
-    model, twin, rank = Net(), Net(), dist.get_rank()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    for net in (model, twin):
-        loss_of(net(tokens(0, rank))).backward()
-    optimizer.clip_grad_norm_(1.0, skip_above="4x")
-    optimizer.step()
-    optimizer.finish()
-    square = 0.0
-    for parameter in twin.parameters():
-        mean = parameter.grad.clone()
-        dist.all_reduce(mean)
-        square += float((mean / dist.get_world_size()).double().square().sum())
-    return optimizer.param_groups[0]["norm_means"][0][0], square**0.5
-
-
-def test_means_are_of_the_norms_of_gradients_where_they_are(workers) -> None:
-    for mean, norm in workers(2).run(limited):
-        assert mean == pytest.approx(norm, rel=1e-5)
 
 
 def from_grad(device: str, simulated: SimulatedDevice | None = None) -> tuple[list[Tensor], dict[str, int]]:
@@ -602,32 +547,27 @@ def from_grad(device: str, simulated: SimulatedDevice | None = None) -> tuple[li
     return [p.detach().cpu().clone() for p in parameters], waits
 
 
-def on_a_device() -> tuple[float, dict[str, int]]:
+@on_ranks(2)
+def test_the_host_waits_for_no_device() -> None:
     expected, _ = from_grad("cpu")
     with SimulatedDevice(seed=1) as simulated:  # raises if there are races
         weights, waits = from_grad("cuda:0", simulated)
-    return max(float((a - b).abs().max()) for a, b in zip(weights, expected, strict=True)), waits
+    for weight, expected_weight in zip(weights, expected, strict=True):
+        assert (weight - expected_weight).abs().max() < 1e-6, "Frobenius norms of a device are added up otherwise"
+    assert waits == {}
 
 
-def test_the_host_waits_for_no_device(workers) -> None:
-    for difference, waits in workers(2).run(on_a_device):
-        assert difference < 1e-6, "Frobenius norms of a device are added up otherwise"
-        assert waits == {}
-
-
-def talking() -> tuple[bool, bool, float, list[float]]:
-    """Groups of hosts: that of all ranks, which reduces tensors of hosts, and one for a group that does not."""
+@on_ranks(2)
+def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone() -> None:
+    """For as long as the ranks' own group waits, and not for torch's half an hour."""
     world, devices = dist.group.WORLD, dist.new_group(backend="cuda:gloo")
     assert world is not None
     other, number = host_group(devices), torch.tensor(1.0 + dist.get_rank())
     dist.all_reduce(number, group=other)
     waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (world, other)]
-    return host_group(world) is world, other is not devices, float(number), waits
-
-
-def test_ranks_talk_over_hosts_also_where_their_group_has_devices_alone(workers) -> None:
-    """For as long as the ranks' own group waits, and not for torch's half an hour."""
-    assert workers(2).run(talking) == [(True, True, 3.0, [300.0, 300.0])] * 2
+    assert host_group(world) is world
+    assert other is not devices
+    assert (float(number), waits) == (3.0, [300.0, 300.0])
 
 
 @pytest.mark.parametrize("settings", [{"state_dtype": "int8"}, {"rule": "normuon"}, {"rule": "adamuon"}], ids=str)
@@ -635,38 +575,20 @@ def test_other_rules_and_state_have_the_bits_of_one_process(workers, settings: d
     assert all(wrong == [] for wrong, *_ in workers(2).run(replicas, False, torch.float32, {**FP32, **settings}))
 
 
-def unused_in_ddp(blocks: int) -> list[str]:
-    model = Net()
-    net = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    for step in range(3):
-        loss_of(net(tokens(step, dist.get_rank()), blocks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return differing(model, alone(3, FP32, torch.float32, lambda rank: blocks))
-
-
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_ddp_that_finds_unused_parameters(workers, blocks: int) -> None:
-    assert workers(2).run(unused_in_ddp, blocks) == [[], []]
-
-
-def static() -> None:
+@on_ranks(2)
+def test_a_static_graph_is_refused() -> None:
     net = DistributedDataParallel(Net(), static_graph=True)
     with pytest.raises(ValueError, match="Leave out static_graph"):
         mm.from_model(net, gradients="to_owners", **FP32)
 
 
-def test_a_static_graph_is_refused(workers) -> None:
-    workers(2).run(static)
-
-
-def averaged_by_fsdp() -> None:
+@on_ranks(2)
+def test_replicas_that_fsdp2_averages_are_refused_on_all() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = Net()
     fully_shard(model, mesh=mesh)
     optimizer = mm.from_model(model, gradients="to_owners", **FP32)
-    loss_of(model(tokens(0, dist.get_rank()))).backward()
+    loss_of(model(tokens_of(0, dist.get_rank()))).backward()
     before = [p.detach().to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
     with pytest.raises(mm.LayoutError, match="FSDP2 averages gradients over the replicas of its mesh"):
         optimizer.step()
@@ -674,11 +596,8 @@ def averaged_by_fsdp() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_replicas_that_fsdp2_averages_are_refused_on_all(workers) -> None:
-    workers(2).run(averaged_by_fsdp)
-
-
-def partial_on_one() -> str:
+@on_ranks(2)
+def test_partial_gradients_are_refused_on_all() -> None:
     """Rank 1 has a gradient that is partial over an axis of a mesh, though of one rank."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "tensor"))
     weight = nn.Parameter(DTensor.from_local(torch.ones(8, 12), mesh["tensor"], [Replicate()]))
@@ -689,20 +608,13 @@ def partial_on_one() -> str:
     with pytest.raises((mm.LayoutError, mm.PlanError), match="gradient that is partial") as raised:
         optimizer.step()
     assert torch.equal(weight.detach().to_local(), torch.ones(8, 12))
-    return type(raised.value).__name__
-
-
-def test_partial_gradients_are_refused_on_all(workers) -> None:
-    assert workers(2).run(partial_on_one) == ["PlanError", "LayoutError"]
+    assert type(raised.value) is (mm.LayoutError if dist.get_rank() else mm.PlanError)
 
 
 def saved_on_three(folder: str) -> list[str]:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    for step in range(2):
-        loss_of(model(tokens(step, dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = straight_to_owners(model)
+    advance(model, optimizer, range(2))
     mm.checkpoint.save(folder, model, optimizer)
     return differing(model, alone(2, FP32, torch.float32))
 
@@ -720,7 +632,7 @@ def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
         mm.checkpoint.load(folder, model, optimizer)
     for step in range(2, 4):
         means = averaged([local_gradient(single, step, r) for r in range(2)])
-        loss_of(with_it(tokens(step, rank))).backward()
+        loss_of(with_it(tokens_of(step, rank))).backward()
         for model, optimizer in zip((without, single), optimizers[1:], strict=True):
             for name, parameter in model.named_parameters():
                 optimizer.gradients.write(parameter, means[name])
@@ -739,7 +651,9 @@ def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers,
 # ------------------------------------------------------------------ optimizers that come, change and go
 
 
-def replanned(when: str) -> tuple[list[str], bool, bool]:
+@pytest.mark.parametrize("when", ["before", "after"])
+@on_ranks(2)
+def test_groups_that_come_while_gradients_are_under_way(when: str) -> None:
     """A matrix and a vector come ``when`` a backward pass has not run or has; compared with one process."""
     results = []
     for ranks in ([dist.get_rank()], list(range(dist.get_world_size()))):
@@ -754,7 +668,7 @@ def replanned(when: str) -> tuple[list[str], bool, bool]:
             {"name": "scale", "algorithm": "adamw", "params": [("scale", scale)]},
         ]
         for step in range(4):
-            losses = [loss_of(linear(model(tokens(step, rank))) * scale) for rank in ranks]
+            losses = [loss_of(linear(model(tokens_of(step, rank))) * scale) for rank in ranks]
             for group in new if when == "before" and step == 2 else ():
                 optimizer.add_param_group(group)
             if alone:
@@ -772,71 +686,59 @@ def replanned(when: str) -> tuple[list[str], bool, bool]:
             linear.weight.grad = scale.grad = None
         results.append((model, linear.weight, scale))
     (model, weight, vector), (expected, other, another) = results
-    return differing(model, expected), torch.equal(weight, other), torch.equal(vector, another)
+    assert differing(model, expected) == []
+    assert torch.equal(weight, other)
+    assert torch.equal(vector, another)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_groups_that_come_while_gradients_are_under_way(workers, when: str) -> None:
-    assert workers(2).run(replanned, when) == [([], True, True)] * 2
+@pytest.mark.parametrize("how", ["gone", "under way", "there"])
+@on_ranks(2)
+def test_an_optimizer_that_is_gone_takes_no_gradients(how: str) -> None:
+    """DDP averages again, hooks are gone, and one that is still there is told of.
 
-
-def replaced(how: str) -> tuple[list[str], list[bool]]:
-    """Another optimizer after the first step; the first one may have sent gradients that nobody waits for."""
-    model, checks = Net(), []
+    Another optimizer comes after the first step; the first one may have sent gradients that nobody waits for.
+    """
+    model = Net()
     net = DistributedDataParallel(model)
-    optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
-    loss_of(net(tokens(0, dist.get_rank()))).backward()
+    optimizer = straight_to_owners(net, process_group=None)
+    loss_of(net(tokens_of(0, dist.get_rank()))).backward()
     optimizer.step()
     optimizer.zero_grad()
     if how == "under way" and dist.get_rank() == 0:
-        loss_of(net(tokens(7, dist.get_rank()))).backward()
+        loss_of(net(tokens_of(7, dist.get_rank()))).backward()
     if how == "there":
-        first, optimizer = optimizer, mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
+        first, optimizer = optimizer, straight_to_owners(net, process_group=None)
         if dist.get_rank() == 0:  # one rank keeps it, and all of them hear of that
             del first
-        loss_of(net(tokens(1, dist.get_rank()))).backward()
+        loss_of(net(tokens_of(1, dist.get_rank()))).backward()
         with pytest.raises((mm.LayoutError, mm.PlanError), match="another optimizer with gradients='to_owners'"):
             optimizer.step()
         first = None
     else:
         del optimizer
-        checks = [not model.up[0].weight._post_accumulate_grad_hooks, net.require_backward_grad_sync]
-        optimizer = mm.from_model(net, gradients="to_owners", memory_budget_mb=0.064, **FP32)
+        assert not model.up[0].weight._post_accumulate_grad_hooks
+        assert net.require_backward_grad_sync
+        optimizer = straight_to_owners(net, process_group=None)
     optimizer.zero_grad()
-    for step in (1, 2):
-        loss_of(net(tokens(step, dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    checks.append(not net.require_backward_grad_sync)
-    return differing(model, given_means(local_gradient, 3, anew=1)), checks
+    advance(net, optimizer, (1, 2))
+    assert not net.require_backward_grad_sync
+    assert differing(model, given_means(local_gradient, 3, anew=1)) == []
 
 
-@pytest.mark.parametrize("how", ["gone", "under way", "there"])
-def test_an_optimizer_that_is_gone_takes_no_gradients(workers, how: str) -> None:
-    """DDP averages again, hooks are gone, and one that is still there is told of."""
-    for wrong, checks in workers(2).run(replaced, how):
-        assert wrong == []
-        assert all(checks)
-
-
-def copied() -> tuple[list[str], list[str], list[str]]:
+@on_ranks(2)
+def test_copies_go_on_with_gradients_of_their_own() -> None:
     model = Net()
-    optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.064, **FP32)
+    optimizer = straight_to_owners(model)
     pairs = [(model, optimizer)]
     for step in range(3):
         if step == 1:
             pairs += [copy.deepcopy(pairs[0]), pickle.loads(pickle.dumps(pairs[0]))]
         for net, stepped in pairs:
-            loss_of(net(tokens(step, dist.get_rank()))).backward()
+            loss_of(net(tokens_of(step, dist.get_rank()))).backward()
             stepped.step()
             stepped.zero_grad()
     expected = alone(3, FP32, torch.float32)
-    first, second, third = (differing(net, expected) for net, _ in pairs)
-    return first, second, third
-
-
-def test_copies_go_on_with_gradients_of_their_own(workers) -> None:
-    assert workers(2).run(copied) == [([], [], [])] * 2
+    assert [differing(net, expected) for net, _ in pairs] == [[], [], []]
 
 
 # ------------------------------------------------------------------ other backward passes
@@ -854,7 +756,7 @@ class Raises(torch.autograd.Function):
 
 def blockwise(model: Net, step: int, rank: int, wrap: Any = lambda block, x: block(x), at_one: Any = None) -> Tensor:
     """Each pair of matrices twice, as tied weights are."""
-    x = model.embedding(tokens(step, rank))
+    x = model.embedding(tokens_of(step, rank))
     for number, (up, down) in enumerate(zip([*model.up, *model.up], [*model.down, *model.down], strict=True)):
         x = wrap(lambda x, up=up, down=down: x + down(torch.relu(up(x))), x)
         x = at_one(x) if at_one is not None and number == 1 else x
@@ -873,7 +775,11 @@ def twice_used(model: Net, step: int, rank: int) -> dict[str, Tensor]:
     return gradients
 
 
-def other_passes(kind: str) -> float:
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["raises", "compiled", "checkpoints", "reentrant checkpoints"])
+@on_ranks(3)
+def test_backward_passes_that_end_early_are_compiled_or_run_twice(kind: str) -> None:
+    """With weights that are used twice, and that are frozen for a step on all ranks or on one."""
     model, rank = Net(), dist.get_rank()
     optimizer = mm.from_model(model, process_group="world", gradients="to_owners", memory_budget_mb=0.004, **FP32)
     compiled = torch.compile(lambda *arguments: blockwise(model, *arguments), backend="eager")
@@ -895,13 +801,6 @@ def other_passes(kind: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     expected = given_means(twice_used, 3)
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["raises", "compiled", "checkpoints", "reentrant checkpoints"])
-def test_backward_passes_that_end_early_are_compiled_or_run_twice(workers, kind: str) -> None:
-    """With weights that are used twice, and that are frozen for a step on all ranks or on one."""
     limit = 2e-6 if "reentrant" in kind else 0.0  # two passes add their summands up in two sums
-    assert max(workers(3).run(other_passes, kind)) <= limit
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (parameter - other).abs().max() <= limit

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
+from tests.support.on_ranks import on_ranks
 
 COVERS = (
     "comm.wrappers.group_that_averages",
@@ -38,7 +39,8 @@ def train(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def read_off() -> list[bool]:
+@on_ranks(2)
+def test_the_group_is_read_off_the_wrapper_given_or_found() -> None:
     explicit = DistributedDataParallel(net())
     expected = train(explicit, mm.from_model(explicit, process_group="world", **FP32))
     wrapper = DistributedDataParallel(net())
@@ -49,31 +51,12 @@ def read_off() -> list[bool]:
     early = mm.from_model(model, process_group="auto", **FP32)  # as a host makes it: the wrapper comes later
     wrapped = DistributedDataParallel(model, process_group=group)
     twin = pickle.loads(pickle.dumps(early)).process_group, copy.deepcopy(early).process_group
-    results = train(wrapped, early), train(wrapper, from_wrapper)
-    sent = early.counts.bytes_sent == from_wrapper.counts.bytes_sent > 0
-    return [
-        all(torch.equal(a, b) for weights in results for a, b in zip(weights, expected, strict=True)),
-        (from_wrapper.process_group, compiled.process_group, early.process_group) == ("world", "world", "auto"),
-        twin == ("auto", "auto"),
-        mm.from_model(wrapped).process_group is group,
-        sent,
-    ]
-
-
-def test_the_group_is_read_off_the_wrapper_given_or_found(workers: Any) -> None:
-    assert workers(2).run(read_off) == [[True] * 5] * 2
-
-
-def not_found(kind: str) -> None:
-    model = net()
-    optimizer = mm.from_model(model, process_group="auto", **FP32)
-    if kind == "outside":
-        model[3] = nn.Linear(5, 6)  # the optimizer has the layer that was here
-    if kind == "ignored":
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
-    wrapped = model if kind == "none" else DistributedDataParallel(model)
-    wrapped(torch.ones(4, 6)).sum().backward()
-    optimizer.step()
+    for weights in (train(wrapped, early), train(wrapper, from_wrapper)):
+        assert all(map(torch.equal, weights, expected))
+    assert early.counts.bytes_sent == from_wrapper.counts.bytes_sent > 0
+    assert (from_wrapper.process_group, compiled.process_group, early.process_group) == ("world", "world", "auto")
+    assert twin == ("auto", "auto")
+    assert mm.from_model(wrapped).process_group is group
 
 
 @pytest.mark.parametrize(
@@ -84,10 +67,18 @@ def not_found(kind: str) -> None:
         ("outside", "3.weight: No DistributedDataParallel averages this plain tensor, while one averages 0"),
     ],
 )
-def test_what_no_wrapper_averages_is_an_error(workers: Any, kind: str, message: str) -> None:
-    for outcome in workers(2).run_expecting_errors(not_found, kind, timeout=60.0):
-        assert outcome.error is mm.LayoutError
-        assert message in outcome.message
+@on_ranks(2)
+def test_what_no_wrapper_averages_is_an_error(kind: str, message: str) -> None:
+    model = net()
+    optimizer = mm.from_model(model, process_group="auto", **FP32)
+    if kind == "outside":
+        model[3] = nn.Linear(5, 6)  # the optimizer has the layer that was here
+    if kind == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    wrapped = model if kind == "none" else DistributedDataParallel(model)
+    wrapped(torch.ones(4, 6)).sum().backward()
+    with pytest.raises(mm.LayoutError, match=message):
+        optimizer.step()
 
 
 def test_alone_there_is_nothing_to_find() -> None:
@@ -101,27 +92,26 @@ def test_alone_there_is_nothing_to_find() -> None:
         mm.from_model()
 
 
-def join_uneven_data(throws: bool) -> list[str]:
-    """Train, then train under `Join` with fewer batches on rank 1; return the errors."""
+@pytest.mark.parametrize(
+    ("throws", "error", "message"),
+    [
+        (False, mm.LayoutError, r"Write Join\(\[model\], throw_on_early_termination=True\)"),
+        (True, RuntimeError, ""),  # torch's own, once a rank has no more data
+    ],
+)
+@on_ranks(2)
+def test_join_is_an_error_that_names_it(throws: bool, error: type[Exception], message: str) -> None:
+    """Train, then train under `Join` with fewer batches on rank 1."""
     model = DistributedDataParallel(net())
-    optimizer, errors = mm.from_model(model, **FP32), list[str]()
+    optimizer = mm.from_model(model, **FP32)
     train(model, optimizer)
-    try:
+
+    def unevenly() -> None:
         with Join([model], throw_on_early_termination=throws):
             for _ in range(4 - 2 * dist.get_rank()):
                 optimizer.zero_grad()
                 model(torch.ones(4, 6)).square().sum().backward()
                 optimizer.step()
-    except (RuntimeError, ValueError) as error:
-        errors.append(f"{type(error).__name__}: {error}")
-    return errors
 
-
-def test_join_is_an_error_that_names_it(workers: Any) -> None:
-    for errors in workers(2).run(join_uneven_data, False):
-        assert errors
-        assert errors[0].startswith("LayoutError")
-        assert "Write Join([model], throw_on_early_termination=True)" in errors[0]
-    for errors in workers(2).run(join_uneven_data, True):
-        assert errors
-        assert errors[0].startswith("RuntimeError")  # torch's own, once a rank has no more data
+    with pytest.raises(error, match=message):
+        unevenly()

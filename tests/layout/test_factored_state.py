@@ -24,11 +24,6 @@ COVERS = ("layout.factored_state.factored_matrices",)
 SIDES: tuple[Side, ...] = ("rows", "cols", "matrix")
 
 
-def numbers_of(matrix: Tensor, side: Side) -> Tensor:
-    """The first element of each row, of each column, or of the matrix: one that stands for it."""
-    return {"rows": matrix[:, 0], "cols": matrix[0], "matrix": matrix[0, :1]}[side]
-
-
 @pytest.mark.parametrize(
     ("shape", "spec", "rows", "cols", "matrix"),
     [

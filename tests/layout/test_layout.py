@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import muonmesh as mm
 from muonmesh.errors import LayoutError
 from muonmesh.layout import (
     MeshLayout,
@@ -21,49 +24,22 @@ from muonmesh.layout import (
     make_plan,
     split_matrices,
 )
-from muonmesh.layout.piece_table import Row, pieces
+from muonmesh.layout.piece_table import Row
 from muonmesh.layout.region import Region
-from tests.support.fuzzing import canonical, mesh_layouts, planned, stored
+from tests.support import fuzzing
 from tests.support.reference import split
 
 COVERS = (
     "layout.layout.MeshLayout",
     "layout.cost.cost",
     "layout.cover.prove",
+    "layout.matrix.assemble",
     "layout.matrix.split_matrices",
     "layout.parameter.Parameter",
     "layout.plan.make_plan",
     "layout.region.Region",
     "layout.piece_table.pieces",
 )
-
-
-@st.composite
-def specs(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
-    """A shape and a way to split it into matrices."""
-    size = st.integers(1, 13)
-    form = draw(st.sampled_from(["whole", "rows", "cols", "heads", "interleaved", "blocks", "flatten", "stack"]))
-    if form == "flatten":
-        shape = draw(st.lists(size, min_size=2, max_size=4))
-        halves: Any = ("flatten", ("heads", 2, 0)) if shape[0] % 2 == 0 else ("flatten", ("rows", shape[0]))
-        return tuple(shape), draw(st.sampled_from(["flatten", halves]))
-    rows, cols = draw(size), draw(size)
-    dim = draw(st.integers(0, 1))
-    spec: Any = "whole"
-    if form in ("rows", "cols"):
-        sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-        rows, cols = (sum(sizes), cols) if form == "rows" else (rows, sum(sizes))
-        spec = (form, *sizes)
-    elif form in ("heads", "interleaved", "blocks"):
-        count, run = draw(st.integers(1, 4)), draw(st.integers(1, 3)) if form == "blocks" else 1
-        total = count * run * draw(st.integers(1, 4))
-        rows, cols = (total, cols) if dim == 0 else (rows, total)
-        spec = ("interleaved", count, dim, run) if form == "blocks" else (form, count, dim)
-    if draw(st.booleans()):
-        spec, rows, cols = ("transposed", spec), cols, rows
-    if form == "stack" or draw(st.integers(0, 3)) == 0:
-        return (*draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)), rows, cols), ("stack", spec)
-    return (rows, cols), spec
 
 
 def at_storage(storage: Tensor, leg: Row) -> Tensor:
@@ -74,51 +50,6 @@ def at_storage(storage: Tensor, leg: Row) -> Tensor:
 def at_matrix(matrix: Tensor, leg: Row) -> Tensor:
     piece = leg.piece
     return matrix.view(-1).as_strided(piece.shape, piece.matrix_strides, piece.matrix_start)
-
-
-@hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
-@hypothesis.given(st.data())
-def test_gather_and_scatter_are_plain_slicing(data: st.DataObject) -> None:
-    shape, spec = data.draw(specs())
-    layout = data.draw(mesh_layouts(shape))
-    whole = torch.arange(math.prod(shape)).reshape(shape)
-    storages = {rank: stored(layout, rank, whole) for rank in layout.ranks}
-    for rank, storage in storages.items():
-        assert layout.local_shape(rank) == tuple(storage.shape)
-    plan = planned(shape, spec, layout, data.draw(st.sampled_from([1, 50, 10**6])))
-    expected = [canonical(matrix) for matrix in split(whole, spec)]
-    assert [(a.matrix.rows, a.matrix.cols) for a in plan.assignments] == [tuple(m.shape) for m in split(whole, spec)]
-    assert sorted(number for bucket in plan.buckets for number in bucket) == list(range(len(expected)))
-
-    written = {rank: torch.zeros(storage.shape, dtype=torch.int64) for rank, storage in storages.items()}
-    for bucket in range(len(plan.buckets)):
-        for gather in (True, False):
-            routes = {rank: plan.routes(bucket, rank, gather=gather) for rank in plan.ranks}
-            moving = False
-            for owner in plan.ranks:
-                for holder, legs in routes[owner].assembled.items():
-                    # both ends list the same rows in the same order
-                    assert routes[holder].stored[owner] == legs
-                    moving = moving or holder != owner
-                    for leg in legs:
-                        matrix = expected[leg.assignment]
-                        assert plan.assignments[leg.assignment].owner == owner
-                        # the elements of the storage are those of the matrix, in both directions
-                        assert torch.equal(at_storage(storages[holder], leg), at_matrix(matrix, leg))
-                        if not gather:
-                            at_storage(written[holder], leg).add_(1)
-            assert moving == (plan.gathers(bucket) if gather else plan.scatters(bucket))
-            if gather:  # what arrives at an owner is every element of its matrices once
-                for number in plan.buckets[bucket]:
-                    owner = plan.assignments[number].owner
-                    count = torch.zeros(expected[number].shape, dtype=torch.int64)
-                    for legs in routes[owner].assembled.values():
-                        for leg in legs:
-                            if leg.assignment == number:
-                                at_matrix(count, leg).add_(1)
-                    assert bool((count == 1).all())
-    for counts in written.values():  # every holder, replicas included, gets each element once
-        assert bool((counts == 1).all())
 
 
 def test_a_matrix_in_several_runs_of_one_rank_does_not_travel() -> None:
@@ -136,20 +67,18 @@ def test_a_matrix_in_several_runs_of_one_rank_does_not_travel() -> None:
 @hypothesis.given(st.data())
 def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataObject) -> None:
     """Whoever owns it, not only whom the planner would choose."""
-    shape, spec = data.draw(specs())
-    layout = data.draw(mesh_layouts(shape))
-    matrices = split_matrices("w", shape, spec)
-    flops = tuple(cost(m.rows, m.cols, degrees=[(3,)] * 5) for m in matrices)
+    shape, spec = data.draw(fuzzing.specs(13))
+    layout = data.draw(fuzzing.mesh_layouts(shape))
+    parameter = fuzzing.parameter("w", shape, spec, layout)
     owners = st.sampled_from(layout.ranks)
-    chosen = data.draw(st.dictionaries(st.sampled_from([m.index for m in matrices]), owners, min_size=1))
+    chosen = data.draw(st.dictionaries(st.sampled_from([m.index for m in parameter.matrices]), owners, min_size=1))
     fixed = {("w", layout.ranks, index): owner for index, owner in chosen.items()}
-    parameter = Parameter("w", layout, layout, matrices, flops, "")
     plan = make_plan([parameter], bucket_elements=data.draw(st.sampled_from([1, 50, 10**6])), fixed_owners=fixed)
     assert {a.matrix.index: a.owner for a in plan.assignments}.items() >= chosen.items()
 
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    storages = {rank: stored(layout, rank, whole) for rank in layout.ranks}
-    expected = [canonical(matrix) for matrix in split(whole, spec)]
+    storages = {rank: fuzzing.stored(layout, rank, whole) for rank in layout.ranks}
+    expected = [fuzzing.canonical(matrix) for matrix in split(whole, spec)]
     written = {rank: torch.zeros(storage.shape, dtype=torch.int64) for rank, storage in storages.items()}
     for bucket in range(len(plan.buckets)):
         to_owners = {rank: plan.routes(bucket, rank, gather=True) for rank in plan.ranks}
@@ -173,7 +102,7 @@ def test_any_owner_gets_the_whole_matrix_and_one_copy_comes_back(data: st.DataOb
         assert all(bool((count == 1).all()) for count in counts.values())  # the whole matrix, once
         assert (plan.gathers(bucket), plan.scatters(bucket)) == (moved[True], moved[False])
     assert all(bool((count == 1).all()) for count in written.values())  # one copy back, to every replica
-    assert sum(plan.loads.values()) == sum(flops)
+    assert sum(plan.loads.values()) == sum(parameter.flops)
 
 
 def test_owners_are_told_and_are_part_of_what_ranks_compare() -> None:
@@ -185,37 +114,6 @@ def test_owners_are_told_and_are_part_of_what_ranks_compare() -> None:
     assert [plan.description()[-1] for plan in plans] == ["bucket 0: w[0] on 2", "bucket 0: w[0] on 3"]
     assert plans[0].digest != plans[1].digest
     assert plans[1].loads == {0: 0, 1: 0, 2: 0, 3: 12}
-
-
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
-@hypothesis.given(st.data())
-def test_holders_replicas_and_pieces(data: st.DataObject) -> None:
-    shape, spec = data.draw(specs())
-    layout = data.draw(mesh_layouts(shape))
-    whole = torch.arange(math.prod(shape)).reshape(shape)
-    sets = {rank: set(stored(layout, rank, whole).flatten().tolist()) for rank in layout.ranks}
-    for rank in layout.ranks:
-        replica = layout.replica(rank)
-        assert rank in replica
-        assert sorted(e for r in replica for e in sets[r]) == list(range(whole.numel()))
-    assert sum(map(len, sets.values())) == layout.copies() * whole.numel()
-    for matrix in split_matrices("w", shape, spec):
-        for block in matrix.blocks:
-            region = block.region
-            inside = whole[
-                tuple(
-                    slice(o, o + (n - 1) * s + 1, s)
-                    for o, n, s in zip(region.offset, region.shape, region.step, strict=True)
-                )
-            ]
-            elements = set(inside.flatten().tolist())
-            holders = layout.holders(region)
-            # A region that spans two runs of one rank counts as not held; else exactly the ranks that hold it.
-            assert all(elements <= sets[rank] for rank in holders)
-            if all(not getattr(p, "split_factor", 1) > 1 for p in layout.placements):
-                assert set(holders) == {rank for rank in sets if elements <= sets[rank]}
-        for rank in layout.ranks:
-            assert sum(p.numel for p in pieces(layout, rank, matrix)) <= len(sets[rank])
 
 
 def fsdp(shape: tuple[int, ...], ranks: int) -> MeshLayout:
@@ -238,23 +136,15 @@ def model_plan(layout: Any, ranks: int, layers: int = 12) -> Plan:
     return make_plan(parameters, bucket_elements=10**7)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6])
-@pytest.mark.parametrize("layout", [fsdp, replicated_layout])
-def test_work_is_balanced_over_all_ranks_replicas_included(layout: Any, ranks: int) -> None:
-    loads = model_plan(layout, ranks).loads
-    assert len(loads) == ranks
-    assert max(loads.values()) <= 1.05 * sum(loads.values()) / ranks
-
-
 def test_a_whole_matrix_stays_with_a_rank_that_holds_it() -> None:
     layout = fsdp((8, 64, 64), 4)  # two experts a rank
-    plan = planned((8, 64, 64), "stack", layout)
+    plan = fuzzing.planned((8, 64, 64), "stack", layout)
     assert [assignment.owner for assignment in plan.assignments] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert not any(plan.gathers(b) or plan.scatters(b) for b in range(len(plan.buckets)))
 
 
 def test_a_rank_that_holds_more_gives_some_away() -> None:
-    plan = planned((9, 64, 64), "stack", fsdp((9, 64, 64), 4))  # shards of 3, 3, 3 and 0
+    plan = fuzzing.planned((9, 64, 64), "stack", fsdp((9, 64, 64), 4))  # shards of 3, 3, 3 and 0
     counts = [sum(a.owner == rank for a in plan.assignments) for rank in range(4)]
     assert sorted(counts) == [2, 2, 2, 3]
 
@@ -285,7 +175,7 @@ def test_matrices_that_do_not_tile_are_refused(fault: str) -> None:
     if fault == "overlap":
         block = whole[1].blocks[0]
         moved = Region((3, 0), (4, 4), (1, 1))
-        broken = (whole[0], _with_region(whole[1], block, moved))
+        broken = (whole[0], replace(whole[1], blocks=(replace(block, region=moved),)))
     elif fault == "gap":
         broken = whole[:1]
     else:
@@ -294,12 +184,6 @@ def test_matrices_that_do_not_tile_are_refused(fault: str) -> None:
     parameter = Parameter("w", layout, layout, broken, (1,) * len(broken), "")
     with pytest.raises(LayoutError, match=r"^w: "):
         make_plan([parameter], bucket_elements=100)
-
-
-def _with_region(matrix: Any, block: Any, region: Region) -> Any:
-    from dataclasses import replace
-
-    return replace(matrix, blocks=(replace(block, region=region),))
 
 
 def test_layouts_that_do_not_fit_are_refused() -> None:
@@ -319,7 +203,7 @@ def test_cover_is_proved_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     module._prove_dim.cache_clear()
     monkeypatch.setattr(module, "_split", lambda size, cuts, at: tuple((f, c - 1) for f, c in honest(size, cuts, at)))
     with pytest.raises(LayoutError, match=r"w: found indices"):
-        planned((7, 5), "whole", fsdp((7, 5), 3))
+        fuzzing.planned((7, 5), "whole", fsdp((7, 5), 3))
     module._prove_dim.cache_clear()
 
 
@@ -341,6 +225,18 @@ def test_cover_is_proved_not_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
         ((4, 6, 2), ("flatten", ("cols", 4, 8)), "cuts dim 0"),
         ((4, 6, 2), ("flatten", "transposed"), "cuts dim 0"),
         ((4, 6), 7, "unknown form"),
+        ((12, 6), ("interleaved", (3, 2), 0), "12 is not a multiple of 5, the length of one turn"),
+        ((12, 6), ("interleaved", (2, 1, 1), 1), "6 is not a multiple of 4"),
+        ((12, 6), ("interleaved", 5, 0, 2), "12 is not a multiple of 10"),
+        *(
+            ((12, 6), ("interleaved", runs, 0), "sizes must be positive integers")
+            for runs in ((2, 0), (2, "1"), ((2, 1), 1), ())
+        ),
+        ((12, 6), ("interleaved", (2, 1), 2), "dim must be 0 or 1"),
+        *(
+            ((12, 6), spec, r"wrong number of values.*needed a form.*\(runs\.\.\.\)")
+            for spec in (("interleaved", (2, 1)), ("interleaved", (2, 1), 0, 2), ("interleaved",))
+        ),
         ((4,), None, "needed a matrix"),
         ((4, 6, 3, 3), None, "flatten"),
         ((4, 0), None, "at least 1"),
@@ -356,3 +252,22 @@ def test_cost_counts_what_is_computed() -> None:
     assert cost(10, 40, degrees=[(3,)] * 5) == cost(40, 10, degrees=[(3,)] * 5)
     assert cost(768, 3072, degrees=[(3, 3, 3), (3, 3)]) < cost(768, 3072, degrees=[(3,)] * 5)
     assert cost(64, 64, degrees=[(2,)]) < cost(64, 64, degrees=[(3,)])
+
+
+def test_a_form_may_come_from_json() -> None:
+    """Tuples come back as lists."""
+    spec = ("stack", ("transposed", ("interleaved", (3, 1), 1)))
+    assert split_matrices("w", (2, 8, 6), json.loads(json.dumps(spec))) == split_matrices("w", (2, 8, 6), spec)
+
+
+def test_a_step_of_unequal_runs_is_that_of_the_separate_matrices() -> None:
+    spec = ("interleaved", (6, 2, 1), 0)
+    whole, gradient = torch.randn(2, 18, 8)
+    fused, apart = nn.Parameter(whole.clone()), [nn.Parameter(matrix.clone()) for matrix in split(whole, spec)]
+    fused.grad = gradient
+    for parameter, part in zip(apart, split(gradient, spec), strict=True):
+        parameter.grad = part.clone()
+    for groups in ([{"params": [fused], "matrices": [spec]}], apart):
+        mm.Muon(groups, lr=0.1, compute_dtype=torch.float32).step()
+    assert not torch.equal(fused.detach(), whole)
+    assert all(map(torch.equal, split(fused.detach(), spec), apart))

@@ -65,10 +65,16 @@ def pieces_of(plan: Plan, rank: int, *, momentum: bool) -> Counter[Any]:
     return counts
 
 
-def places(row: Row) -> set[int]:
-    """Where the elements of a row lie in its buffer."""
-    steps = [[k * step for k in range(size)] for size, step in zip(row.piece.shape, row.strides, strict=True)]
-    return {row.start + sum(steps_along) for steps_along in itertools.product(*steps)}
+def pairs_of(row: Row) -> list[tuple[int, int]]:
+    """Where each element of a row lies in its storage and in its buffer."""
+    pairs = []
+    for index in itertools.product(*(range(size) for size in row.piece.shape)):
+        in_storage, in_buffer = (
+            sum(k * step for k, step in zip(index, strides, strict=True))
+            for strides in (row.piece.storage_strides, row.strides)
+        )
+        pairs.append((row.piece.storage_start + in_storage, row.start + in_buffer))
+    return pairs
 
 
 def check_buffers(rows: list[Row], batches: Any, plan: Plan) -> None:
@@ -78,7 +84,7 @@ def check_buffers(rows: list[Row], batches: Any, plan: Plan) -> None:
         if row.buffer == NOWHERE:
             continue
         assert row.parameter == plan.assignments[row.assignment].parameter
-        positions = places(row)
+        positions = {position for _, position in pairs_of(row)}
         assert len(positions) == row.piece.numel
         assert not positions & occupied.setdefault(row.buffer, set())
         occupied[row.buffer] |= positions
@@ -132,19 +138,10 @@ def test_joined_rows_have_the_same_elements(drawn: list[tuple[int, int, int, int
         piece = Piece(shape, 4 * storage, row_major(shape), 0, row_major(shape))
         rows.append(Row(assignment, 0, piece, 0, 5 * start, row_major(shape)))
 
-    def elements(table: Any) -> Counter[tuple[int, int, int]]:
-        counts: Counter[tuple[int, int, int]] = Counter()
-        for row in table:
-            for at in itertools.product(*(range(size) for size in row.piece.shape)):
-                position = row.piece.storage_start + sum(
-                    k * s for k, s in zip(at, row.piece.storage_strides, strict=True)
-                )
-                counts[
-                    row.assignment, position, row.start + sum(k * s for k, s in zip(at, row.strides, strict=True))
-                ] += 1
-        return counts
+    def count_of(table: Any) -> Counter[tuple[int, ...]]:
+        return Counter((row.assignment, *pair) for row in table for pair in pairs_of(row))
 
-    assert elements(joined(rows)) == elements(rows)
+    assert count_of(joined(rows)) == count_of(rows)
     assert len(joined(rows)) <= len(rows)
 
 
@@ -163,16 +160,8 @@ def test_rows_of_several_matrices_are_one_where_they_lie_evenly(drawn: list[tupl
         for number, (parameter, storage, start) in enumerate(drawn)
     ]
 
-    def elements(row: Row) -> list[tuple[int, int]]:
-        sides = ((row.piece.storage_start, row.piece.storage_strides), (row.start, row.strides))
-        at = itertools.product(*(range(size) for size in row.piece.shape))
-        return [
-            tuple(first + sum(k * s for k, s in zip(index, steps, strict=True)) for first, steps in sides)  # type: ignore[misc]
-            for index in at
-        ]
-
     merged = evenly(rows)
     assert (merged is not None) >= (even and len(rows) > 1)
     if merged is not None:
-        assert elements(merged) == [pair for row in rows for pair in elements(row)]
+        assert pairs_of(merged) == [pair for row in rows for pair in pairs_of(row)]
         assert {row.parameter for row in rows} == {merged.parameter}

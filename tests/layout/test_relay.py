@@ -17,6 +17,7 @@ from muonmesh.step.connection import placed_members
 from muonmesh.tools.forecasts.forecast import Weight, forecast
 from tests.support import layouts, problem
 from tests.support.meshes import machines, mesh_of
+from tests.support.on_ranks import on_ranks
 from tests.support.samples import one_in
 from tests.support.sent import Sent
 
@@ -26,32 +27,25 @@ COVERS = (
 )
 
 FP32: dict[str, Any] = {"compute_dtype": torch.float32}
-EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
-    "eight replicas": ((8,), lambda n: [layouts.R]),
-    "four replicas of pairs": ((4, 2), lambda n: [layouts.R, layouts.S(0)]),
-    "two replicas of four": ((2, 4), lambda n: [layouts.R, layouts.S(0)]),
-    "pairs of four replicas": ((2, 4), lambda n: [layouts.S(0), layouts.R]),
-    "hsdp over tp": ((2, 2, 2), lambda n: [layouts.R, layouts.strided(0, 2), layouts.S(0)]),
-}
 BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
 
 
 # ------------------------------------------------------------------ bits
 
 
-def stepped(holding: layouts.Held, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
+def stepped(layout: str, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
+    holding = problem.holding(layout)
     with machines(machine):
-        optimizer = mm.Muon(holding.groups, **holding.settings, **{**problem.SETTINGS, **settings})
+        optimizer = problem.optimizer_of(holding, **{**FP32, **settings})
     for step in range(4):
         holding.give(problem.zeroed(step))
         optimizer.step()
-    settings = {key: value for key, value in settings.items() if key != "shard_state"}
+    settings = {key: value for key, value in {**FP32, **settings}.items() if key != "shard_state"}
     differing = problem.differing(holding.whole(optimizer), problem.alone(4, problem.zeroed, **settings))
-    explanation, did = optimizer.explain(), optimizer.counts
-    promised = explanation.collectives, explanation.bytes_sent, explanation.bytes_received
-    passes = passes_on(optimizer)
+    explanation = optimizer.explain()
     assert ("enter each machine once" in str(explanation)) == bool(explanation.relayed)
-    return differing, promised, (did.collectives, did.bytes_sent, did.bytes_received), passes
+    promised, did = problem.promised_and_counted(optimizer)  # matrices without a gradient are promised too
+    return differing, promised[1:], did[1:], passes_on(optimizer)
 
 
 def passes_on(optimizer: mm.Muon) -> bool:
@@ -62,66 +56,50 @@ def passes_on(optimizer: mm.Muon) -> bool:
     return any(plan.assignments[number].owner != me for number in sent)
 
 
-def on_mesh(name: str, settings: dict[str, Any], machine: int, hold: str = "dtensors") -> Any:
-    sizes, placements = {**layouts.MESHES, **EIGHT}[name]
-    placed = lambda _, shape: placements(len(shape))  # noqa: E731
-    holding = getattr(layouts, hold)(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
-    return stepped(holding, settings, machine)
+FOUR = ("hsdp", "replicate inside", "all replicated", "three axes", "experts")
+EIGHT = [name for name in layouts.EIGHT if "replicas" in name or name == "hsdp over tp"]
+SOME = {"memory_budget_mb": BUCKETS["some"]}
 
 
-def in_flat_buffers(settings: dict[str, Any], machine: int) -> Any:
-    return stepped(layouts.flat(problem.PARAMETERS, problem.initial(), tensor_parallel=2), settings, machine)
-
-
-def check(outcomes: list[Any], *, passes: bool = True) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout", "machine", "settings"),
+    [
+        *((4, name, 2, {"memory_budget_mb": bucket}) for name in FOUR for bucket in BUCKETS.values()),
+        (4, "all replicated", 2, {"compute_dtype": torch.bfloat16, **SOME}),
+        (4, "all replicated", 2, {"shard_state": True, **SOME}),
+        (4, "declared hsdp", 2, SOME),
+        # Replicas that are cut at other places are sent results by owners.
+        (4, "flat of tensor parallel", 2, SOME),
+        *one_in(
+            7,
+            [
+                (8, name, machine, {"memory_budget_mb": bucket})
+                for name, machine, bucket in itertools.product(EIGHT, (2, 4, 1), BUCKETS.values())
+            ],
+        ),
+    ],
+)
+def test_bit_for_bit(workers, ranks: int, layout: str, machine: int, settings: dict[str, Any]) -> None:
+    outcomes = workers(ranks).run(stepped, layout, settings, machine)
     for differing, promised, did, _ in outcomes:
         assert differing == []
         assert did == promised
+    one_hop = machine == 1 and layout == "eight replicas" and settings["memory_budget_mb"] is None
+    passes = not one_hop and not layout.startswith("flat")
     assert any(passed for *_, passed in outcomes) == passes, "nothing was passed on, so nothing is tested"
-
-
-@pytest.mark.parametrize("bucket", BUCKETS)
-@pytest.mark.parametrize("name", ["hsdp", "replicate inside", "all replicated", "three axes", "experts"])
-def test_bit_for_bit_on_four_ranks(workers, name: str, bucket: str) -> None:
-    check(workers(4).run(on_mesh, name, {**FP32, "memory_budget_mb": BUCKETS[bucket]}, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "machine", "bucket"),
-    one_in(7, itertools.product(EIGHT, (2, 4, 1), BUCKETS)),
-)
-def test_bit_for_bit_on_eight_ranks(workers, name: str, machine: int, bucket: str) -> None:
-    one_hop = machine == 1 and name == "eight replicas" and bucket == "one exchange"
-    check(workers(8).run(on_mesh, name, {**FP32, "memory_budget_mb": BUCKETS[bucket]}, machine), passes=not one_hop)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float32, "shard_state": True}],
-    ids=["bf16", "shared state"],
-)
-def test_bit_for_bit_with_other_settings(workers, settings: dict[str, Any]) -> None:
-    check(workers(4).run(on_mesh, "all replicated", {**settings, "memory_budget_mb": 0.32}, 2))
-
-
-def test_bit_for_bit_as_declared_shards(workers) -> None:
-    check(workers(4).run(on_mesh, "hsdp", {**FP32, "memory_budget_mb": 0.32}, 2, "declared"))
-
-
-def test_replicas_that_are_cut_at_other_places_are_sent_results_by_owners(workers) -> None:
-    check(workers(4).run(in_flat_buffers, {**FP32, "memory_budget_mb": 0.32}, 2), passes=False)
 
 
 # ------------------------------------------------------------------ sums over matrices
 
 
-def with_sums(name: str, machine: int, bucket: float) -> list[str]:
+@pytest.mark.parametrize("bucket", BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize("name", ["hsdp", "all replicated"])
+@on_ranks(4)
+def test_bit_for_bit_where_sums_come_first(name: str, bucket: float | None) -> None:
     """AdaMuon adds up squares of each whole matrix before weights are written; compared with no machines."""
     results = []
-    for ranks in (machine, 0):
-        sizes, placements = {**layouts.MESHES, **EIGHT}[name]
-        placed = lambda _, shape, placements=placements: placements(len(shape))  # noqa: E731
-        holding = layouts.dtensors(problem.PARAMETERS, problem.initial(), mesh_of(sizes), placed)
+    for ranks in (2, 0):
+        holding = problem.holding(name)
         holding.groups[0]["algorithm"] = "adamuon"
         with machines(ranks):
             optimizer = mm.Muon(holding.groups, **holding.settings, lr=0.02, memory_budget_mb=bucket, **FP32)
@@ -130,13 +108,7 @@ def with_sums(name: str, machine: int, bucket: float) -> list[str]:
             optimizer.step()
         results.append(holding.whole(optimizer))
         assert optimizer._runtime.ranks.machine == ranks
-    return problem.differing(*results)
-
-
-@pytest.mark.parametrize("bucket", BUCKETS)
-@pytest.mark.parametrize("name", ["hsdp", "all replicated"])
-def test_bit_for_bit_where_sums_come_first(workers, name: str, bucket: str) -> None:
-    assert workers(4).run(with_sums, name, 2, BUCKETS[bucket]) == [[]] * 4
+    assert problem.differing(*results) == []
 
 
 # ------------------------------------------------------------------ bytes
@@ -217,34 +189,34 @@ def test_one_copy_enters_each_other_machine(workers, sizes: Any, placements: Any
 # ------------------------------------------------------------------ what ranks agree on
 
 
-def stepped_where(local_ranks: list[tuple[int, int]]) -> tuple[int, bool]:
-    """Step where each rank is told how many ranks its machine has, and which of them it is."""
-    weights = weights_on((4,), [Replicate()])
-    with machines(local_ranks[dist.get_rank()][0]):
-        os.environ["LOCAL_RANK"] = str(local_ranks[dist.get_rank()][1])
+@pytest.mark.parametrize(
+    ("local_ranks", "machine"),
+    [
+        ([(2, 0), (2, 1), (2, 0), (2, 1)], 2),
+        ([(1, 0), (3, 0), (3, 1), (3, 2)], 0),
+        ([(2, 0), (2, 0), (2, 1), (2, 1)], 0),
+    ],
+    ids=["equal machines", "unequal machines", "ranks that are not numbered machine by machine"],
+)
+@on_ranks(4)
+def test_something_is_passed_on_among_equal_machines_alone(local_ranks: list[tuple[int, int]], machine: int) -> None:
+    """Each rank is told how many ranks its machine has, and which of them it is."""
+    weights, (ranks, local_rank) = weights_on((4,), [Replicate()]), local_ranks[dist.get_rank()]
+    with machines(ranks):
+        os.environ["LOCAL_RANK"] = str(local_rank)
         optimizer = mm.Muon(list(weights.items()))
     optimizer.step()
-    return optimizer._runtime.ranks.machine, passes_on(optimizer)
-
-
-@pytest.mark.parametrize(
-    "local_ranks",
-    [[(1, 0), (3, 0), (3, 1), (3, 2)], [(2, 0), (2, 0), (2, 1), (2, 1)]],
-    ids=["unequal machines", "ranks that are not numbered machine by machine"],
-)
-def test_nothing_is_passed_on_among(workers, local_ranks: list[tuple[int, int]]) -> None:
-    assert workers(4).run(stepped_where, local_ranks) == [(0, False)] * 4
-
-
-def test_something_is_passed_on_among_equal_machines(workers) -> None:
-    assert workers(4).run(stepped_where, [(2, 0), (2, 1), (2, 0), (2, 1)]) == [(2, True)] * 4
+    assert optimizer._runtime.ranks.machine == machine
+    assert passes_on(optimizer) == bool(machine)
 
 
 # ------------------------------------------------------------------ overlap
 
 
-def under_way(bucket: float) -> tuple[int, list[int]]:
-    """How many stages there are, and of each how many transfers of results are under way while it is computed."""
+@pytest.mark.parametrize("bucket", [0.24, 0.12])
+@on_ranks(4)
+def test_results_travel_while_the_next_bucket_is_computed(bucket: float) -> None:
+    """Counted are the transfers of results that are under way while a stage is computed."""
     weights = weights_on((4,), [Replicate()])
     with machines(2):
         optimizer = mm.Muon(list(weights.items()), memory_budget_mb=bucket)
@@ -272,11 +244,6 @@ def under_way(bucket: float) -> tuple[int, list[int]]:
     communicator.start, communicator.finish, owners._compute = begun, ended, computed
     optimizer.step()
     assert not going
-    return len(owners.schedule.stages), counts
-
-
-@pytest.mark.parametrize("bucket", [0.24, 0.12])
-def test_results_travel_while_the_next_bucket_is_computed(workers, bucket: float) -> None:
-    for stages, counts in workers(4).run(under_way, bucket):
-        assert stages > 2
-        assert counts == [0, *[1] * (stages - 1)]
+    stages = len(owners.schedule.stages)
+    assert stages > 2
+    assert counts == [0, *[1] * (stages - 1)]

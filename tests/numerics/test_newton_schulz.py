@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh import orthogonalize
 from muonmesh.numerics.coefficients import Coefficients, coefficient_schedule
-from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.newton_schulz import resolve_method as resolve
 from muonmesh.numerics.normalize import load
 from tests.support.samples import one_in
 from tests.support.tensors import relative_error
@@ -258,18 +258,6 @@ def test_range_of_singular_values(coefficients: Any, steps: int, low: float, hig
     assert float(s.max()) == pytest.approx(high, abs=slack)
 
 
-def test_deflated_has_the_same_bits_on_one_thread_and_on_two() -> None:
-    before = torch.get_num_threads()
-    for shape, dtype in (((390, 410), torch.bfloat16), ((3, 61, 200), torch.bfloat16)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        results = set()
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.add(bytes_of(orthogonalize(x, coefficients="deflated", dtype=dtype)))
-        torch.set_num_threads(before)
-        assert len(results) == 1
-
-
 # --- deflation --------------------------------------------------------------------------------------------------
 
 
@@ -412,24 +400,30 @@ def test_a_power_of_two_changes_no_bit(method: Any, input_dtype: torch.dtype, dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("coefficients", [*(usual(name) for name in MADE_FOR), MIXED])
 @pytest.mark.parametrize("method", ["standard", "gram"])
-def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype) -> None:
+def test_zero_stays_exactly_zero(method: Any, coefficients: Any, dtype: torch.dtype, products: None) -> None:
     for shape in ((12, 30), (30, 12), (400, 400)):
-        result = orthogonalize(torch.zeros(shape), coefficients=coefficients, method=method, dtype=dtype)
-        assert torch.equal(result, torch.zeros(shape))
+        for kernels in ("auto", "compiled") if dtype == torch.bfloat16 else ("auto",):
+            options: dict[str, Any] = {"method": method, "dtype": dtype, "kernels": kernels}
+            result = orthogonalize(torch.zeros(shape), coefficients=coefficients, **options)
+            assert torch.equal(result, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [*((dtype, "auto") for dtype in DTYPES), (torch.bfloat16, "compiled")], ids=str
+)
 @pytest.mark.parametrize("bad", one_in(3, [math.nan, math.inf, -math.inf]))
 @pytest.mark.parametrize("coefficients", ["polar_express", "deflated", MIXED])
-def test_a_non_finite_matrix_stays_alone(coefficients: Any, bad: float, dtype: torch.dtype) -> None:
-    for rows, cols in ((24, 40), (384, 400)):
+def test_a_non_finite_matrix_stays_alone(
+    coefficients: Any, bad: float, dtype: torch.dtype, kernels: Any, products: None
+) -> None:
+    options: dict[str, Any] = {"coefficients": coefficients, "dtype": dtype, "kernels": kernels}
+    for rows, cols in ((24, 40), (384, 400), (384, 900)):
         x = torch.stack([matrix(rows, cols, "gaussian", seed) for seed in range(3)]).float()
-        expected = orthogonalize(x, coefficients=coefficients, dtype=dtype)
+        expected = orthogonalize(x, **options)
         x[1, 3, 5] = bad
-        result = orthogonalize(x, coefficients=coefficients, dtype=dtype)
+        result = orthogonalize(x, **options)
         assert not result[1].isfinite().any()
-        assert torch.equal(result[0], expected[0])
-        assert torch.equal(result[2], expected[2])
+        assert torch.equal(result[[0, 2]], expected[[0, 2]])
 
 
 # --- bits -------------------------------------------------------------------------------------------------------
@@ -574,7 +568,13 @@ class Sharded(torch.Tensor):
         (torch.randn(4, 0, 3), {}, ValueError, "an empty matrix"),
         (torch.ones(3, 3, dtype=torch.int64), {}, TypeError, "x: found dtype torch.int64"),
         (torch.ones(3, 3, dtype=torch.bool), {}, TypeError, "x: found dtype torch.bool"),
-        (torch.ones(3, 3, dtype=torch.complex64), {}, TypeError, "x: found dtype torch.complex64"),
+        (torch.ones(3, 3, dtype=torch.complex64), {}, TypeError, "x: found dtype torch.complex64; needed one of"),
+        (
+            torch.ones(3, 3).to(torch.float8_e4m3fn),
+            {},
+            TypeError,
+            "x: found dtype torch.float8_e4m3fn",
+        ),
         (torch.eye(3).to_sparse(), {}, TypeError, "layout torch.sparse_coo"),
         ([[1.0, 2.0]], {}, TypeError, "x: found list"),
         (torch.eye(3).as_subclass(Sharded), {}, TypeError, "x: found Sharded, a matrix spread over ranks"),
@@ -597,10 +597,6 @@ def test_what_is_refused(x: Any, options: dict[str, Any], raised: type[Exception
 # --- Gram -------------------------------------------------------------------------------------------------------
 
 
-def resolve(rows: int, cols: int, **options: Any) -> str:
-    return resolve_method(rows, cols, **options)
-
-
 def test_where_auto_takes_gram() -> None:
     assert resolve(768, 3072) == resolve(3072, 768) == resolve(768, 2304) == resolve(384, 768) == "gram"
     assert resolve(256, 1024) == resolve(4096, 300) == "gram"
@@ -620,7 +616,7 @@ def test_where_auto_takes_gram() -> None:
 def test_auto_is_the_method_it_resolves_to() -> None:
     for rows, cols in ((384, 768), (384, 384)):
         x = matrix(rows, cols, "gaussian")
-        assert bytes_of(orthogonalize(x)) == bytes_of(orthogonalize(x, method=resolve_method(rows, cols)))
+        assert bytes_of(orthogonalize(x)) == bytes_of(orthogonalize(x, method=resolve(rows, cols)))
     x = matrix(384, 768, "gaussian")
     assert bytes_of(orthogonalize(x, method="gram")) != bytes_of(orthogonalize(x, method="standard"))
 
@@ -700,18 +696,6 @@ def test_the_norm_is_not_divided_out_in_bf16(momentum: dict[str, Tensor]) -> Non
     assert relative_error(orthogonalize(x.float()), expected) < 0.8 * relative_error(
         orthogonalize(divided.float()), expected
     )
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_gram_is_as_accurate_at_the_sizes_of_gpt2() -> None:
-    for cols in (2304, 3072):
-        x = matrix(768, cols, "four decades")
-        expected = oracle(x, "polar_express", 5)
-        plain, gram = (relative_error(orthogonalize(x, method=method), expected) for method in ("standard", "gram"))
-        assert gram <= 1.1 * plain < 0.1
-        largest = torch.linalg.matrix_norm(orthogonalize(x, method="gram").double(), 2)
-        assert float(largest) < 1.15
 
 
 def test_gram_does_not_round_the_diagonal_of_its_factor() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.exact import largest_exponent, limbs_of, total_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, parts, register_rule
 from muonmesh.numerics.rules.dynmuon import power_at
 from muonmesh.numerics.rules.normuon import NorMuonRule
@@ -25,7 +24,7 @@ from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
 from tests.support import reference
 from tests.support.problem import PARAMETERS
-from tests.support.tensors import random_fp64
+from tests.support.tensors import give_random, random_fp64, random_step, weights_and_state
 
 COVERS = (
     "numerics.rules.adamuon.AdaMuonRule",
@@ -48,101 +47,73 @@ COVERS = (
     "step.muon_step.Profiled",
 )
 
-STEPS = 4
+FP32: dict[str, Any] = {"compute_dtype": torch.float32}
 COEFFICIENTS = [tuple(step) for step in coefficient_schedule("polar_express", 5)]
 
 
-def stepped(settings: dict[str, Any], options: dict[str, Any], names: list[str]) -> list[tuple[str, float]]:
-    """Step by the package in fp64 and by the oracle; return the largest difference of each parameter."""
-    values = {name: random_fp64(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
-    tensors = {name: nn.Parameter(value.clone()) for name, value in values.items()}
-    specs = [PARAMETERS[name][1] for name in names]
-    group = {"params": list(tensors.values()), "param_names": names, **settings}
-    if settings.get("algorithm") != "adamw":
-        group["matrices"] = specs
-    optimizer = mm.Muon([group], lr=0.02, compute_dtype=torch.float64, state_dtype=torch.float64, momentum=0.9)
-    state: dict[str, Any] = {}
-    for step in range(STEPS):
-        grads = {name: random_fp64(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
-        for name, tensor in tensors.items():
-            tensor.grad = grads[name].clone()
-        optimizer.step()
-        hyperparameters = {}
-        for name, spec in zip(names, specs, strict=True):
-            hyperparameters[name] = {
-                "algorithm": "muon",
-                "coefficients": COEFFICIENTS,
-                "matrices": spec,
-                "momentum": 0.9,
-            }
-            if settings.get("algorithm") == "adamw":
-                hyperparameters[name] = {"algorithm": "adamw"}
-            hyperparameters[name] |= {"lr": 0.02, "weight_decay": 0.1, **options}
-        values, state = reference.reference_step(values, grads, state, hyperparameters)
-    return [(name, float((tensors[name] - values[name]).abs().max())) for name in names]
+def random_weights(
+    rule: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[list[nn.Parameter], mm.Muon]:
+    """Random weights, and an optimizer that steps them by a rule."""
+    weights = [nn.Parameter(random_fp64(*shape, seed=n).to(dtype)) for n, shape in enumerate(shapes)]
+    return weights, mm.Muon([{"params": weights, "algorithm": rule}], **settings)
 
 
 MATRICES = [name for name, (_, spec) in PARAMETERS.items() if spec != "adamw"]
-
-
-@pytest.mark.parametrize("side", ["rows", "longer"])
-def test_normuon_agrees_with_the_oracle(side: str) -> None:
-    normuon = {"beta2": 0.8, "eps": 1e-6, "longer": side == "longer"}
-    settings = {"algorithm": "normuon", "normuon_side": side, "normuon_beta2": 0.8, "normuon_eps": 1e-6}
-    for name, difference in stepped(settings, {"normuon": normuon}, MATRICES):
-        assert difference < 1e-9, name
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_adamuon_agrees_with_the_oracle(nesterov: bool) -> None:
-    settings = {"algorithm": "adamuon", "adamuon_beta2": 0.8, "adamuon_eps": 1e-6, "nesterov": nesterov}
-    options = {"adamuon": {"beta2": 0.8, "eps": 1e-6}, "nesterov": nesterov}
-    for name, difference in stepped(settings, options, MATRICES):
-        assert difference < 1e-9, name
-
-
-NEW: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True, "extra_scale_factor": 2.0}),
+NORMUON, ADAMUON = ({f"{rule}_beta2": 0.8, f"{rule}_eps": 1e-6} for rule in ("normuon", "adamuon"))
+MOMENTS = {"beta2": 0.8, "eps": 1e-6}
+CAUTIOUS = {"decay_mode": "cautious", "weight_decay": 5.0}
+# Settings of a group; options of the oracle beside those that have the same names.
+RULED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (
+            {"algorithm": "normuon", "normuon_side": side, **NORMUON},
+            {"normuon": {"longer": side == "longer", **MOMENTS}},
+        )
+        for side in ("rows", "longer")
+    ),
+    *(({"algorithm": "adamuon", "nesterov": nesterov, **ADAMUON}, {"adamuon": MOMENTS}) for nesterov in (True, False)),
+    ({"algorithm": "hyperball", "extra_scale_factor": 2.0}, {"hyperball": True}),
     *(({"algorithm": "muoneq", "muoneq_sides": sides}, {"muoneq": sides}) for sides in ("rows", "cols", "both")),
     *(({"algorithm": "muon_plus", "muon_plus_sides": sides}, {"muon_plus": sides}) for sides in ("row", "col_row")),
     *(({"algorithm": "dynmuon", "dynmuon_power": power}, {"dynmuon": power}) for power in (0.25, -0.25, 0.0)),
     *(
-        ({"algorithm": name, "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
-        for name, kind in (("scion_sign", "sign"), ("scion_row_norm", "rows"))
+        ({"algorithm": f"scion_{rule}", "scion_layer": layer, "scale_mode": "unit_rms_norm"}, {"scion": (kind, layer)})
+        for rule, kind in (("sign", "sign"), ("row_norm", "rows"))
         for layer in ("head", "embedding")
     ),
+    (CAUTIOUS, {"cautious": True}),
+    ({"algorithm": "adamw", **CAUTIOUS}, {"cautious": True}),
 ]
 
 
-@pytest.mark.parametrize(("settings", "options"), NEW, ids=lambda value: "-".join(map(str, value.values())))
-def test_other_rules_agree_with_the_oracle(settings: dict[str, Any], options: dict[str, Any]) -> None:
-    for name, difference in stepped(settings, options, MATRICES):
-        assert difference < 1e-8, name
-
-
-def test_the_two_sides_of_normuon_differ_for_wide_matrices_only() -> None:
-    def after(side: str, shape: tuple[int, int]) -> Tensor:
-        weight = nn.Parameter(random_fp64(*shape).float())
-        optimizer = mm.Muon([{"params": [weight], "algorithm": "normuon", "normuon_side": side}])
-        weight.grad = random_fp64(*shape, seed=1).float()
+@pytest.mark.parametrize(("settings", "options"), RULED, ids=lambda value: "-".join(map(str, value.values())))
+def test_rules_agree_with_the_oracle(settings: dict[str, Any], options: dict[str, Any]) -> None:
+    """In fp64, with gradients that are zero in turns: such a matrix keeps all that its rule keeps."""
+    adamw = settings.get("algorithm") == "adamw"
+    names = [name for name in PARAMETERS if (name not in MATRICES) == adamw]
+    same_names = {key: settings[key] for key in ("nesterov", "extra_scale_factor", "weight_decay") if key in settings}
+    options = {"lr": 0.02, "weight_decay": 0.1, **same_names, **options, "algorithm": "adamw"}
+    hyperparameters = {name: options for name in names}
+    group = {"param_names": names, **settings}
+    if not adamw:
+        group["matrices"] = [PARAMETERS[name][1] for name in names]
+        muon = {"algorithm": "muon", "coefficients": COEFFICIENTS, "momentum": 0.9}
+        hyperparameters = {name: {**options, **muon, "matrices": PARAMETERS[name][1]} for name in names}
+    values = {name: random_fp64(*PARAMETERS[name][0], seed=n) for n, name in enumerate(names)}
+    tensors = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+    fp64 = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
+    optimizer = mm.Muon([{"params": list(tensors.values()), **group}], lr=0.02, momentum=0.9, **fp64)
+    state: dict[str, Any] = {}
+    for step in range(5):
+        grads = {name: random_fp64(*PARAMETERS[name][0], seed=100 * step + n) for n, name in enumerate(names)}
+        for n, (name, tensor) in enumerate(tensors.items()):
+            grads[name] *= adamw or (n + step) % 4 != 3
+            tensor.grad = grads[name].clone()
         optimizer.step()
-        return weight.detach()
-
-    assert torch.equal(after("rows", (12, 8)), after("longer", (12, 8)))
-    assert not torch.equal(after("rows", (8, 12)), after("longer", (8, 12)))
-
-
-def test_cautious_decay_agrees_with_the_oracle() -> None:
-    settings = {"decay_mode": "cautious", "weight_decay": 5.0}
-    for name, difference in stepped(settings, {"cautious": True, "weight_decay": 5.0}, MATRICES):
-        assert difference < 1e-9, name
-
-
-def test_adamw_decays_cautiously_too() -> None:
-    settings = {"algorithm": "adamw", "decay_mode": "cautious", "weight_decay": 5.0}
-    options = {"cautious": True, "weight_decay": 5.0}
-    for name, difference in stepped(settings, options, ["embedding", "norm", "bias"]):
-        assert difference < 1e-9, name
+        values, state = reference.reference_step(values, grads, state, hyperparameters)
+    for name, tensor in tensors.items():
+        assert float((tensor - values[name]).abs().max()) < 1e-8, name
 
 
 def test_cautious_decay_decays_what_the_step_moves_towards_zero() -> None:
@@ -172,11 +143,9 @@ MATRIX_RULES = [name for name in RULES if RULES[name].__module__.startswith("muo
 def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) -> None:
     results, same = [], RULES[rule].scale_invariant
     for scale in (1.0, 2.0**-60, 2.0**60):
-        weight = nn.Parameter(random_fp64(12, 20).float())
-        optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1)
-        for step in range(3):
-            weight.grad = random_fp64(12, 20, seed=step + 1).float() * scale
-            optimizer.step()
+        (weight,), optimizer = random_weights(rule, (12, 20), lr=0.1)
+        for seed in range(3):
+            random_step(optimizer, seed, scale)
         results.append(weight.detach())
     assert torch.equal(results[0], results[1]) == same
     assert torch.equal(results[0], results[2]) == same
@@ -188,75 +157,26 @@ def test_no_rule_depends_on_the_scale_of_gradients_unless_it_says_so(rule: str) 
 def test_a_step_of_dynmuon_is_as_large_as_a_power_of_the_gradients_scale(power: float) -> None:
     steps = []
     for scale in (1.0, 2.0**-40, 2.0**40):
-        weight = nn.Parameter(torch.zeros(12, 20))
-        group = {"params": [weight], "algorithm": "dynmuon", "dynmuon_power": power}
-        optimizer = mm.Muon([group], lr=0.1, compute_dtype=torch.float32)
-        weight.grad = random_fp64(12, 20, seed=1).float() * scale
-        optimizer.step()
+        (weight,), optimizer = random_weights("dynmuon", (12, 20), lr=0.1, weight_decay=0.0, **FP32)
+        optimizer.param_groups[0]["dynmuon_power"] = power
+        weight.data.zero_()
+        random_step(optimizer, 1, scale)
         steps.append(weight.detach() * scale**-power)
     torch.testing.assert_close(steps[1], steps[0], rtol=1e-5, atol=0)
     torch.testing.assert_close(steps[2], steps[0], rtol=1e-5, atol=0)
 
 
-def test_dynmuon_is_its_authors_function() -> None:
-    """`fast_spectral` of the record, in fp64, whose polar factor an SVD gives here; and p as its script sets it."""
-
-    def fast_spectral(g: Tensor, p: float) -> Tensor:
-        x = g.mT if g.shape[0] > g.shape[1] else g
-        scale = x.norm() + 1e-7
-        u, _, vh = torch.linalg.svd(x, full_matrices=False)
-        e = (x / scale) @ (x / scale).mT - torch.eye(x.shape[0], dtype=x.dtype)
-        c = torch.eye(x.shape[0], dtype=x.dtype) + 0.5 * p * e + 0.5 * 0.5 * p * (0.5 * p - 1) * e @ e
-        power = c @ u @ vh * scale**p
-        return power.mT if g.shape[0] > g.shape[1] else power
-
-    for shape in ((9, 14), (14, 9)):
-        expected, momentum = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        weight = nn.Parameter(expected.clone())
-        group = {"params": [weight], "algorithm": "dynmuon", "ns_coefficients": "polar_express", "ns_steps": 30}
-        optimizer = mm.Muon([group], 0.1, weight_decay=0.0, scale_mode="original", compute_dtype=torch.float64)
-        for step in range(6):
-            optimizer.param_groups[0]["dynmuon_power"] = p = power_at(step / 60)
-            weight.grad = random_fp64(*shape, seed=step)
-            optimizer.step()
-            momentum = 0.95 * momentum + weight.grad
-            update = fast_spectral(0.95 * momentum + weight.grad, p) * max(1, shape[0] / shape[1]) ** 0.5
-            expected -= 0.1 * update
-        torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
+def test_the_power_of_dynmuon_falls_as_its_authors_set_it() -> None:
     assert power_at(0.04) == pytest.approx(0.0)
     assert power_at(1.0) == pytest.approx(-0.25, abs=1e-9)
     assert power_at(0.0) == pytest.approx(-0.25 + 0.5 / (1 + math.exp(-1)))
 
 
-def test_a_matrix_without_a_gradient_keeps_its_second_moments() -> None:
-    weights = [nn.Parameter(random_fp64(6, 8, seed=n).float()) for n in range(2)]
-    optimizer = mm.Muon([{"params": weights, "algorithm": "normuon"}])
-    for weight in weights:
-        weight.grad = random_fp64(6, 8, seed=3).float()
-    optimizer.step()
-    before = [optimizer.state[weight]["row_second_moment"].clone() for weight in weights]
-    assert all(bool((moment > 0).all()) for moment in before)
-    assert [tuple(moment.shape) for moment in before] == [(6, 1), (6, 1)]
-    weights[0].grad = torch.zeros(6, 8)
-    optimizer.step()
-    after = [optimizer.state[weight]["row_second_moment"] for weight in weights]
-    assert torch.equal(after[0], before[0])
-    assert not torch.equal(after[1], before[1])
-
-
-def test_normuon_keeps_the_frobenius_norm_of_the_update() -> None:
+def test_an_update_of_zeros_stays_one_under_normuon() -> None:
     rule = NorMuonRule(1.0, 0.0, "full", "none", 1.0, "polar_express", 5, "auto", 0.9, True)
-    update = mm.orthogonalize(random_fp64(10, 16).float(), dtype=torch.float32)
-    state = {"row_second_moment": torch.zeros(1, 10, 1)}
-    changed = update.clone()
-    parts.change_whole(rule.whole, changed, state, rows=10, cols=16)
-    assert float(changed.norm()) == pytest.approx(float(update.norm()), rel=1e-6)
-    assert not torch.equal(changed, update)
-    rows = changed.norm(dim=1)  # one step without bias correction: all rows at one pace
-    assert float(rows.max() / rows.min()) == pytest.approx(1.0, rel=1e-4)
-    nothing = torch.zeros(10, 16)
-    parts.change_whole(rule.whole, nothing, state, rows=10, cols=16)
-    assert not nothing.any()
+    update = torch.zeros(10, 16)
+    parts.change_whole(rule.whole, update, {"row_second_moment": torch.zeros(1, 10, 1)}, rows=10, cols=16)
+    assert not update.any()
 
 
 def hyperball(weight: nn.Parameter, lr: float = 0.1, **settings: Any) -> mm.Muon:
@@ -268,8 +188,8 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
     """A peer multiplies them by their norm, zero, for ever."""
     weight, plain = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(8, 12))
     optimizer, muon = hyperball(weight), mm.Muon([plain], lr=0.1)
-    weight.grad = random_fp64(8, 12, seed=1).float()
-    plain.grad = weight.grad.clone()
+    for of in (optimizer, muon):
+        give_random(of, 1)
     with pytest.warns(UserWarning, match='^w: found weights that are all zero.*write overrides={"w": "normuon"}'):
         optimizer.step()
     muon.step()
@@ -277,9 +197,8 @@ def test_weights_without_a_norm_take_a_plain_step_and_then_keep_its_norm() -> No
     norm = float(weight.detach().norm())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
-        for step in range(3):
-            weight.grad = random_fp64(8, 12, seed=step + 2).float()
-            optimizer.step()
+        for seed in range(3):
+            random_step(optimizer, seed)
     assert not torch.equal(weight, plain)
     assert float(weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
     assert float(optimizer.state[weight]["initial_norm"]) == pytest.approx(norm, rel=1e-6)
@@ -293,22 +212,11 @@ def test_the_norm_of_hyperball_does_not_drift(dtype: torch.dtype) -> None:
     optimizer = hyperball(weight, lr=0.03, ns_steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of rounding
-        for step in range(200):
-            weight.grad = random_fp64(12, 20, seed=step + 1).to(dtype)
-            optimizer.step()
+        for seed in range(200):
+            random_step(optimizer, seed)
     bound = 1e-6 if dtype == torch.float32 else 2e-3
     assert float(weight.detach().float().norm()) == pytest.approx(before, rel=bound)
     assert not torch.equal(weight, random_fp64(12, 20).to(dtype))
-
-
-def test_a_step_of_hyperball_has_the_length_of_its_rate() -> None:
-    weight = nn.Parameter(random_fp64(24, 40).float())
-    before = weight.detach().clone()
-    weight.grad = random_fp64(24, 40, seed=1).float()
-    hyperball(weight, lr=0.1).step()
-    # An isosceles triangle: two sides R, and at the angle of the step, whose tangent is 0.1 where it is across.
-    angle = torch.nn.functional.cosine_similarity(before.flatten(), weight.detach().flatten(), dim=0).acos()
-    assert float(angle) == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("rule", ["scion_sign", "scion_row_norm"])
@@ -329,21 +237,17 @@ def test_scions_steps_have_the_rms_of_the_others(rule: str) -> None:
         mm.Muon([{"params": [weight], "algorithm": rule}], scale_mode="spectral")
 
 
-@pytest.mark.parametrize("spec", ["whole", ("rows", 4, 8, 12), ("heads", 4, 1), "flatten"])
-def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> None:
-    """Also as metrics() tells it, and as explain() promises it. Peers take a convolution's size from its kernel."""
-    shape = (24, 8, 5, 1) if spec == "flatten" else (24, 40)
-    weight = nn.Parameter(torch.zeros(shape))
-    group = {"params": [weight], "param_names": ["weight"], "matrices": [spec], "algorithm": "adamuon", "name": "muon"}
-    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0)
-    weight.grad = random_fp64(*shape, seed=1).float()
+def test_explain_and_metrics_tell_the_rms_of_adamuon_s_step() -> None:
+    """Peers take a convolution's size from its kernel."""
+    weight = nn.Parameter(torch.zeros(24, 8, 5, 1))
+    group = {"params": [weight], "param_names": ["weight"], "matrices": ["flatten"], "algorithm": "adamuon"}
+    optimizer = mm.Muon([{**group, "name": "muon"}], lr=0.5, weight_decay=0.0)
+    weight.grad = random_fp64(24, 8, 5, 1, seed=1).float()
     optimizer.metrics()
     for _ in range(2):
         before = weight.detach().clone()
         optimizer.step()
-        step = before - weight.detach()
-        for matrix in reference.split(step, spec):
-            assert float(matrix.square().mean().sqrt()) == pytest.approx(0.2 * 0.5, rel=1e-6)
+        assert float((before - weight.detach()).square().mean().sqrt()) == pytest.approx(0.1, rel=1e-6)
         assert optimizer.metrics()["muon/update_rms"] == pytest.approx(0.1, rel=1e-6)
         assert optimizer.explain().rows[0].rms == pytest.approx(0.1, rel=1e-6)
 
@@ -351,21 +255,19 @@ def test_the_step_of_adamuon_has_its_rms_over_each_whole_matrix(spec: Any) -> No
 @pytest.mark.parametrize("mode", ["original", "spectral", "unit_rms_norm", "none"])
 def test_adamuon_scales_as_muon_does(mode: Any) -> None:
     """Its update has the Frobenius norm of an orthogonal matrix before it is scaled, so no mode is ignored."""
-    weight = nn.Parameter(torch.zeros(24, 40))
-    group = {"params": [weight], "algorithm": "adamuon"}
-    optimizer = mm.Muon([group], lr=0.5, weight_decay=0.0, scale_mode=mode, extra_scale_factor=3.0)
-    weight.grad = random_fp64(24, 40, seed=1).float()
-    optimizer.step()
+    settings = {"lr": 0.5, "weight_decay": 0.0, "scale_mode": mode, "extra_scale_factor": 3.0}
+    (weight,), optimizer = random_weights("adamuon", (24, 40), **settings)
+    before = weight.detach().clone()
+    random_step(optimizer, 1)
     expected = 0.5 * 3.0 * reference.SCALES[mode](24, 40) * 24**0.5
-    assert float(weight.detach().norm()) == pytest.approx(expected, rel=1e-6)
+    assert float((weight.detach() - before).norm()) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_adamuon_does_not_hide_a_gradient_that_is_not_finite(bad: float) -> None:
     """The sign of an infinity, and torch's sign of a NaN, are finite."""
-    weight = nn.Parameter(random_fp64(6, 8).float())
-    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}], lr=0.1)
-    weight.grad = random_fp64(6, 8, seed=1).float()
+    (weight,), optimizer = random_weights("adamuon", (6, 8), lr=0.1)
+    give_random(optimizer, 1)
     weight.grad[2, 3] = bad
     optimizer.step()
     assert bool(weight.isnan().all())
@@ -395,72 +297,20 @@ def test_sums_are_taken_over_masters_where_there_are_any() -> None:
     assert not torch.equal(weights[0].float(), weights[1])
 
 
-def test_sums_do_not_wait_for_the_device() -> None:
-    """Tensors without data raise where a number of them is asked for, as a GPU's would make the host wait."""
-    group = mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "adamuon"}]).param_groups[0]
-    rule: Any = RULES["adamuon"].of(group)
-    weights, update, second = (torch.zeros(6, 8, device="meta") for _ in range(3))
-    state = {"second_moment": second}
-    ((squares,),) = parts.summands(rule, weights, update, state, scale=1.0)
-    exponents = largest_exponent(squares)[None]
-    limbs = limbs_of(squares, exponents[0], count=48)[None]
-    sums = total_of(limbs, exponents, count=48)
-    assert (exponents.shape, limbs.shape, sums.shape) == ((1,), (1, 2), (1,))
-    active = torch.ones((), dtype=torch.bool, device="meta")
-    parts.apply(rule, weights, update, state, scale=1.0, active=active, sums=sums.unbind())
-    with pytest.raises(RuntimeError, match="meta"):
-        bool(active)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_have_the_same_bits_in_parts_and_on_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    def after(cached: int, threads: int) -> list[Tensor]:
+    results, before = [], torch.get_num_threads()
+    for cached, count in ((100, threads), (1 << 19, 1)):
         monkeypatch.setattr(parts, "_CACHED", cached)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(count)
         try:
-            weights = [nn.Parameter(random_fp64(40, 60, seed=n).float()) for n in range(5)]
-            optimizer = mm.Muon([{"params": weights, "algorithm": "adamuon"}], lr=0.1)
-            for step in range(2):
-                for number, weight in enumerate(weights):
-                    weight.grad = random_fp64(40, 60, seed=10 * step + number).float()
-                optimizer.step()
+            _, optimizer = random_weights("adamuon", *[(40, 60)] * 5, lr=0.1)
+            for seed in range(2):
+                random_step(optimizer, seed)
         finally:
             torch.set_num_threads(before)
-        return [weight.detach() for weight in weights]
-
-    for result, expected in zip(after(100, threads), after(1 << 19, 1), strict=True):
-        assert torch.equal(result, expected)
-
-
-def test_a_summand_that_is_no_summand_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Norm(MuonRule):
-        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
-            return (update.norm(),)
-
-    monkeypatch.setitem(RULES, "norm", Norm)
-    weight = nn.Parameter(torch.zeros(4, 4))
-    optimizer = mm.Muon([{"params": [weight], "algorithm": "norm"}])
-    weight.grad = torch.ones(4, 4)
-    with pytest.raises(TypeError, match=r"Norm\.summands: found .*; needed a tuple of tensors of the shape"):
-        optimizer.step()
-
-
-def test_a_matrix_without_a_gradient_keeps_adamuons_second_moments() -> None:
-    weight = nn.Parameter(random_fp64(2, 6, 8).float())
-    optimizer = mm.Muon([{"params": [weight], "algorithm": "adamuon"}])
-    weight.grad = random_fp64(2, 6, 8, seed=3).float()
-    optimizer.step()
-    before = optimizer.state[weight]["second_moment"].clone()
-    assert before.shape == weight.shape
-    assert bool((before > 0).all())
-    weight.grad = random_fp64(2, 6, 8, seed=4).float()
-    weight.grad[0] = 0.0
-    optimizer.step()
-    after = optimizer.state[weight]["second_moment"]
-    assert torch.equal(after[0], before[0])
-    assert not torch.equal(after[1], before[1])
+        results.append(weights_and_state(optimizer))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize(
@@ -516,68 +366,49 @@ def test_a_kind_of_state_that_does_not_exist_is_refused_before_anything_is_kept(
         register_rule("keeps-something")(KeepsSomething)
     assert "keeps-something" not in RULES
     register_rule("keeps-what-it-is-told")(KeepsWhatItIsTold)
-    weight = nn.Parameter(random_fp64(6, 8).float())
+    weight = nn.Parameter(torch.ones(6, 8))
     with pytest.raises(ValueError, match=r"group .*KeepsWhatItIsTold\.keeps: found 'something' kept as"):
         mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": kind}])
     optimizer = mm.Muon([{"params": [weight], "algorithm": "keeps-what-it-is-told", "by": "rows"}])
-    weight.grad = random_fp64(6, 8, seed=1).float()
-    optimizer.step()
-    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
+    random_step(optimizer, 1)
+    before = weights_and_state(optimizer)
     assert optimizer.state[weight]["something"].shape == (6, 1)
     optimizer.param_groups[0]["by"] = kind
     with pytest.raises(ValueError, match=r"KeepsWhatItIsTold\.keeps"):
         optimizer.step()
-    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+    assert all(map(torch.equal, before, weights_and_state(optimizer)))
     del RULES["keeps-what-it-is-told"]
+
+
+def nothing(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("base", "parts_of_its_own", "message"),
+    [
+        (MuonRule, {"summands": nothing}, "found summands of Own without apply;"),
+        (RULES["hyperball"], {"apply_with": nothing}, r"found Own\.apply_with; .* Rename it to apply"),
+        (MuonRule, {"apply": nothing}, r"found Own\.apply\(self.* Write def apply\(.*, sums=\(\)\)"),
+        (
+            mm.ElementwiseRule,
+            {},
+            r"^register_rule\('own'\): found Own without an update of its own; needed one, .* Write def update",
+        ),
+        (MuonRule, {"wole": nothing}, r"found Own.wole; needed a part that a step calls, such as 'whole'"),
+    ],
+)
+def test_a_class_that_is_no_rule_is_refused(base: type, parts_of_its_own: dict[str, Any], message: str) -> None:
+    rule = rule_with(base, **parts_of_its_own)
+    with pytest.raises(TypeError, match=message):
+        register_rule("own")(rule)
+    with pytest.raises(TypeError, match="needed a dataclass"):
+        register_rule("bare")(type("Bare", (base,), parts_of_its_own))
+    assert not {"own", "bare"} & RULES.keys()
 
 
 def test_a_rule_says_its_name_once() -> None:
     with pytest.raises(ValueError, match="a rule of muonmesh"):
         register_rule("muon")(MuonRule)
-
-    class Bare(MuonRule):
-        pass
-
-    with pytest.raises(TypeError, match="needed a dataclass"):
-        register_rule("bare")(Bare)
-
-    @dataclass(frozen=True)
-    class NothingMadeOfSums(MuonRule):
-        def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
-            return (update,)
-
-    with pytest.raises(TypeError, match="found summands of NothingMadeOfSums without apply;"):
-        register_rule("nothing-made")(NothingMadeOfSums)
-
-    @dataclass(frozen=True)
-    class ByItsEarlierName(RULES["hyperball"]):  # type: ignore[misc]
-        def apply_with(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any) -> None: ...
-
-    with pytest.raises(TypeError, match=r"found ByItsEarlierName\.apply_with; .* Rename it to apply"):
-        register_rule("earlier-name")(ByItsEarlierName)
-
-    @dataclass(frozen=True)
-    class TakesNoSums(MuonRule):
-        def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> None: ...  # type: ignore[override]
-
-    with pytest.raises(TypeError, match=r"found TakesNoSums\.apply\(self, .* Write def apply\(.*, sums=\(\)\)"):
-        register_rule("no-sums")(TakesNoSums)
-
-    @dataclass(frozen=True)
-    class NoStep(mm.ElementwiseRule):
-        pass
-
-    message = r"^register_rule\('no-step'\): found NoStep without an update of its own; needed one, .* Write def update"
-    with pytest.raises(TypeError, match=message):
-        register_rule("no-step")(NoStep)
-
-    @dataclass(frozen=True)
-    class Misspelt(mm.MuonRule):
-        def wole(self, update: Tensor, state: Any) -> Tensor:
-            return update
-
-    with pytest.raises(TypeError, match=r"found Misspelt.wole; needed a part that a step calls, such as 'whole'"):
-        register_rule("misspelt")(Misspelt)
     with pytest.raises(ValueError, match=r"algorithm='unheard of'; needed \"muon\" or .*\"normuon\""):
         mm.Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "unheard of"}])
 
@@ -630,11 +461,8 @@ def test_whole_matrices_are_changed_on_one_thread(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        weights = [nn.Parameter(random_fp64(40, 60, seed=n).float()) for n in range(count)]
-        optimizer = mm.Muon([{"params": weights, "algorithm": "counts"}], compute_dtype=compute)
-        for weight in weights:
-            weight.grad = random_fp64(40, 60, seed=9).float()
-        optimizer.step()
+        _, optimizer = random_weights("counts", *[(40, 60)] * count, compute_dtype=compute)
+        random_step(optimizer, 1)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -642,10 +470,8 @@ def test_whole_matrices_are_changed_on_one_thread(
 
 
 def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
-    weight = nn.Parameter(random_fp64(6, 8).float())
-    optimizer = mm.Muon([weight], lr=0.1)
-    weight.grad = random_fp64(6, 8, seed=1).float()
-    optimizer.step()
+    (weight,), optimizer = random_weights("muon", (6, 8), lr=0.1)
+    random_step(optimizer, 1)
     momentum = optimizer.state[weight]["momentum_buffer"]
     optimizer.param_groups[0]["algorithm"] = "normuon"
     optimizer.step()
@@ -653,119 +479,66 @@ def test_a_group_may_change_its_rule_and_keeps_its_momentum() -> None:
     assert bool(optimizer.state[weight]["row_second_moment"].all())
 
 
-@pytest.mark.parametrize("rule", MATRIX_RULES)
-def test_every_rule_steps_on_a_device_as_on_a_cpu(rule: str) -> None:
-    """By the device's operations, for the pieces of a bucket together and masked by flags; a matrix is left alone."""
-    results = []
-    for waits in (True, False):
-        weights = [nn.Parameter(random_fp64(12, 20, seed=n).float()) for n in range(3)]
-        optimizer = mm.Muon([{"params": weights, "algorithm": rule}], lr=0.1, compute_dtype=torch.float32)
-        optimizer._runtime.driver = Driver(waits)
-        for step in range(3):
-            for number, weight in enumerate(weights):
-                weight.grad = random_fp64(12, 20, seed=10 * step + number).float() * (number != step)
-            optimizer.step()
-        state = [value for weight in weights for value in optimizer.state[weight].values()]
-        results.append([*(weight.detach() for weight in weights), *state])
-    for result, expected in zip(*results, strict=True):
-        torch.testing.assert_close(result, expected)
+def rule_with(base: type[mm.Rule], **parts_of_its_own: Any) -> type[Any]:
+    """Return a rule that has these parts of its own."""
+    return dataclass(frozen=True)(type("Own", (base,), parts_of_its_own))
 
 
-@dataclass(frozen=True)
-class OwnKeeps(MuonRule):
-    def keeps(self) -> Any:
-        return {
-            "momentum_buffer": "momentum",
-            "total": "momentum",
-            "before": "weights",
-            "pace": "rows",
-            "norm": "matrix",
-        }
+KEEPS = {"momentum_buffer": "momentum", "total": "momentum", "before": "weights", "pace": "rows", "norm": "matrix"}
+KeepsAllKinds = rule_with(MuonRule, keeps=lambda self: KEEPS)
 
 
-@dataclass(frozen=True)
-class OwnFold(OwnKeeps):
-    def fold(self, gradient: Tensor, state: Any) -> None:
-        MuonRule.fold(self, gradient, state)
-        state["total"].add_(gradient)
+def fold_and_total(self: Any, gradient: Tensor, state: Any) -> None:
+    MuonRule.fold(self, gradient, state)
+    state["total"].add_(gradient)
 
 
-@dataclass(frozen=True)
-class OwnDirection(OwnKeeps):
-    def direction(self, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign()
+def whole_paced(self: Any, update: Tensor, state: Any) -> Tensor:
+    state["pace"].add_(1)
+    return update / state["pace"]
 
 
-@dataclass(frozen=True)
-class OwnBalance(OwnKeeps):
-    def balance(self, direction: Tensor, state: Any) -> Tensor:
-        return direction.tril()
+def decay_by_sign(self: Any, weights: Tensor, update: Tensor) -> None:
+    weights.sub_(weights.sign() * (self.lr * self.weight_decay))
 
 
-@dataclass(frozen=True)
-class OwnWhole(OwnKeeps):
-    def whole(self, update: Tensor, state: Any) -> Tensor:
-        state["pace"].add_(1)
-        return update / state["pace"]
+def apply_and_remember(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+    state["before"].copy_(weights)
+    MuonRule.apply(self, weights, update, size, state)
 
 
-@dataclass(frozen=True)
-class OwnDecay(OwnKeeps):
-    def decay(self, weights: Tensor, update: Tensor) -> None:
-        weights.sub_(weights.sign() * (self.lr * self.weight_decay))
+def ones_of(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+    return (torch.ones_like(update),)
 
 
-@dataclass(frozen=True)
-class OwnApply(OwnKeeps):
-    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
-        state["before"].copy_(weights)
-        MuonRule.apply(self, weights, update, size, state)
+def squares_of(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+    return (weights.double().square() * 99,)
 
 
-@dataclass(frozen=True)
-class OwnScale(OwnKeeps):
-    def scale(self, rows: int, cols: int) -> float:
-        return 3.0 / rows
+def apply_sums(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+    MuonRule.apply(self, weights, update, size / (sums[0] + state["norm"]).sqrt(), state)
 
 
-@dataclass(frozen=True)
-class Sums(OwnKeeps):
-    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
-        return (torch.ones_like(update),)
-
-    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
-        MuonRule.apply(self, weights, update, size / (sums[0] + state["norm"]).sqrt(), state)
+def apply_twice(self: Any, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+    MuonRule.apply(self, weights, update, size * 2, state)
 
 
-@dataclass(frozen=True)
-class OwnSummands(Sums):
-    def summands(self, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
-        return (weights.double().square() * 99,)
+def keep_sums(self: Any, state: Any, sums: Any) -> None:
+    state["norm"].add_(sums[0])
 
 
-@dataclass(frozen=True)
-class OwnApplyOfSums(Sums):
-    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
-        MuonRule.apply(self, weights, update, size * 2, state)
-
-
-@dataclass(frozen=True)
-class OwnKeep(Sums):
-    def keep(self, state: Any, sums: Any) -> None:
-        state["norm"].add_(sums[0])
-
-
-OWN_PARTS: dict[str, type[MuonRule]] = {
-    "fold": OwnFold,
-    "direction": OwnDirection,
-    "balance": OwnBalance,
-    "whole": OwnWhole,
-    "decay": OwnDecay,
-    "apply": OwnApply,
-    "scale": OwnScale,
-    "summands": OwnSummands,
-    "apply, of sums": OwnApplyOfSums,
-    "keep": OwnKeep,
+Sums = rule_with(KeepsAllKinds, summands=ones_of, apply=apply_sums)
+OWN_PARTS: dict[str, type[Any]] = {
+    "fold": rule_with(KeepsAllKinds, fold=fold_and_total),
+    "direction": rule_with(KeepsAllKinds, direction=lambda self, gradient, state: gradient.sign()),
+    "balance": rule_with(KeepsAllKinds, balance=lambda self, direction, state: direction.tril()),
+    "whole": rule_with(KeepsAllKinds, whole=whole_paced),
+    "decay": rule_with(KeepsAllKinds, decay=decay_by_sign),
+    "apply": rule_with(KeepsAllKinds, apply=apply_and_remember),
+    "scale": rule_with(KeepsAllKinds, scale=lambda self, rows, cols: 3.0 / rows),
+    "summands": rule_with(Sums, summands=squares_of),
+    "apply, of sums": rule_with(Sums, apply=apply_twice),
+    "keep": rule_with(Sums, keep=keep_sums),
 }
 """A rule for each part that may be overridden and changes numbers, which overrides it and no other."""
 
@@ -788,19 +561,9 @@ def test_every_part_that_changes_numbers_is_overridden_by_a_rule_here() -> None:
 def test_explain_leaves_out_the_size_of_a_step_that_a_part_of_ones_own_may_change(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = OWN_PARTS[part]
-
-    @dataclass(frozen=True)
-    class Told(base):  # type: ignore[valid-type, misc]
-        def step_size(self, rows: int, cols: int) -> StepSize:
-            return StepSize(0.5, 2.0)
-
-    @dataclass(frozen=True)
-    class NotOrthogonal(base):  # type: ignore[valid-type, misc]
-        orthogonalizes = False
-
-    explanations = []
-    for rule in (base, Told, NotOrthogonal):
+    base, explanations = OWN_PARTS[part], []
+    says_so = rule_with(base, step_size=lambda self, rows, cols: StepSize(0.5, 2.0))
+    for rule in (base, says_so, rule_with(base, orthogonalizes=False)):
         monkeypatch.setitem(RULES, "own", rule)
         explanations.append(
             mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "own"}], lr=0.1).explain()
@@ -811,74 +574,36 @@ def test_explain_leaves_out_the_size_of_a_step_that_a_part_of_ones_own_may_chang
     assert ("2.0e-02" in str(explanations[0])) == (not unknown)
 
 
-def test_a_rule_that_divides_by_the_norm_of_a_row_of_zeros_is_not_proved() -> None:
-    @register_rule("test-divides")
-    @dataclass(frozen=True)
-    class Divides(mm.MuonRule):
-        def whole(self, update: Tensor, state: Any) -> Tensor:
-            return update / update.norm(dim=-1, keepdim=True)
-
-    try:
-        with pytest.raises(AssertionError, match="weights are not finite in one process, as after a division"):
-            prove_rule(Divides, examples=10)
-    finally:
-        del RULES["test-divides"]
+def shrunk(self: mm.Rule, matrix: Tensor, state: Any) -> Tensor:
+    return matrix.mean(dim=1, keepdim=True)  # torch would broadcast it
 
 
-@pytest.mark.parametrize("part", ["whole", "balance"])
-def test_a_part_that_returns_another_shape_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shrunk(self: mm.Rule, matrix: Tensor, state: Any) -> Tensor:
-        return matrix.mean(dim=1, keepdim=True)  # torch would broadcast it
+def not_a_summand(self: mm.Rule, weights: Tensor, update: Tensor, size: Any, state: Any) -> tuple[Tensor, ...]:
+    return (update.norm(),)
 
-    rule = dataclass(frozen=True)(type("Own", (mm.MuonRule,), {part: shrunk}))
-    monkeypatch.setitem(RULES, "own", rule)
+
+def assigning(self: mm.Rule, update: Tensor, state: Any) -> Tensor:
+    state["momentum_buffer"] = update  # would be lost
+    return update
+
+
+@pytest.mark.parametrize(
+    ("part", "function", "error", "message"),
+    [
+        ("whole", shrunk, ValueError, r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"),
+        ("balance", shrunk, ValueError, r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"),
+        ("whole", assigning, TypeError, "does not support item assignment"),
+        ("summands", not_a_summand, TypeError, r"Own\.summands: found .*; needed a tuple of tensors of the shape"),
+    ],
+)
+def test_a_part_that_returns_or_assigns_what_it_may_not_is_named(
+    part: str, function: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "own", rule_with(mm.MuonRule, **{part: function}))
     weight = nn.Parameter(torch.ones(6, 8))
     weight.grad = torch.ones(6, 8)
-    with pytest.raises(ValueError, match=r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"):
+    with pytest.raises(error, match=message):
         mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
-
-
-def test_a_part_that_assigns_its_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Assigns(mm.MuonRule):
-        def keeps(self) -> Any:
-            return {"momentum_buffer": "momentum", "row": "rows"}
-
-        def whole(self, update: Tensor, state: Any) -> Tensor:
-            state["row"] = state["row"] + 1  # would be lost
-            return update
-
-    monkeypatch.setitem(RULES, "assigns", Assigns)
-    weight = nn.Parameter(torch.ones(6, 8))
-    weight.grad = torch.ones(6, 8)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        mm.Muon([{"params": [weight], "algorithm": "assigns"}]).step()
-
-
-def test_a_rule_that_writes_the_gradient_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True, slots=True)
-    class Writes(mm.ElementwiseRule):
-        def keeps(self) -> Any:
-            return ()
-
-        def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
-            return gradient.mul_(0.5)
-
-    monkeypatch.setitem(RULES, "writes", Writes)
-    with pytest.raises(AssertionError, match="Writes: the gradient has been written"):
-        prove_rule("writes", examples=1)
-
-
-def test_a_rule_whose_steps_grow_with_the_gradients_is_not_scale_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True)
-    class Grows(mm.MuonRule):
-        orthogonalizes: ClassVar[bool] = False
-
-    monkeypatch.setitem(RULES, "grows", Grows)
-    with pytest.raises(AssertionError, match=r"Grows\.scale_invariant: True, but gradients times 1024 change"):
-        prove_rule("grows", examples=1)
-    monkeypatch.setattr(Grows, "scale_invariant", False)
-    prove_rule("grows", examples=1)
 
 
 @pytest.mark.parametrize("part", OWN_PARTS)
@@ -903,33 +628,19 @@ def test_a_rule_is_proved_by_the_operations_of_a_device_in_every_part(
         prove_rule("own", examples=5)
 
 
-def test_a_decay_of_a_rule_s_own_is_obeyed_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a gradient's direction nothing else moves the weights: lr 0.5 · decay 0.1 towards zero, once."""
-    monkeypatch.setitem(RULES, "own", OwnDecay)
-    weight = nn.Parameter(random_fp64(6, 9).float())
-    expected = weight.detach() - weight.detach().sign() * 0.05
-    optimizer = mm.Muon([{"params": [weight], "algorithm": "own"}], lr=0.5, weight_decay=0.1, extra_scale_factor=1e-12)
-    optimizer._runtime.driver = Driver(False)
-    weight.grad = random_fp64(6, 9, seed=1).float()
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), expected)
-
-
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("rule", MATRIX_RULES)
 def test_a_step_that_clipping_stops_on_a_device_changes_nothing(rule: str, state_dtype: torch.dtype) -> None:
     """Everything runs there and is masked: what a gradient that is NaN makes may not reach weights or state."""
-    weight = nn.Parameter(random_fp64(12, 20, seed=0).float())
-    optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.1, state_dtype=state_dtype)
+    (weight,), optimizer = random_weights(rule, (12, 20), lr=0.1, state_dtype=state_dtype)
     optimizer._runtime.driver = Driver(False)
-    weight.grad = random_fp64(12, 20, seed=1).float()
-    optimizer.step()
-    before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
-    weight.grad = random_fp64(12, 20, seed=2).float()
+    random_step(optimizer, 1)
+    before = weights_and_state(optimizer)
+    give_random(optimizer, 2)
     weight.grad[3, 4] = math.nan
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
-    assert all(map(torch.equal, before, [weight.detach(), *optimizer.state[weight].values()]))
+    assert all(map(torch.equal, before, weights_and_state(optimizer)))
 
 
 def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
@@ -939,12 +650,10 @@ def test_groups_of_a_batch_step_on_a_device_each_by_its_own_rate() -> None:
         weights = [nn.Parameter(random_fp64(12, 20, seed=n).float()) for n in range(3)]
         alone = ({"lr": 0.1}, {"lr": 0.3, "extra_scale_factor": 0.5}, {"lr": 0.2, "decay_mode": "cautious"})
         groups = [{"params": [weight], **settings} for weight, settings in zip(weights, alone, strict=True)]
-        optimizer = mm.Muon(groups, weight_decay=0.1, compute_dtype=torch.float32)
+        optimizer = mm.Muon(groups, weight_decay=0.1, **FP32)
         optimizer._runtime.driver = Driver(waits)
-        for number, weight in enumerate(weights):
-            weight.grad = random_fp64(12, 20, seed=10 + number).float()
         optimizer.metrics()
-        optimizer.step()
+        random_step(optimizer, 1)
         sizes = [value for name, value in optimizer.metrics().items() if name.endswith("/update_rms")]
         assert len(sizes) == 3
         results.append([*(weight.detach() for weight in weights), *(torch.as_tensor(size).double() for size in sizes)])
@@ -976,15 +685,13 @@ def test_small_matrices_side_by_side_have_the_bits_that_each_has_alone(
         masters = torch.float32 if dtype == torch.bfloat16 else None
         groups = [{"params": weights, "matrices": matrices, "algorithm": rule}]
         optimizer = mm.Muon(groups, lr=0.1, weight_decay=0.1, master_dtype=masters)
-        for step in range(3):
-            for number, weight in enumerate(weights):
-                weight.grad = random_fp64(*weight.shape, seed=30 * step + number).to(dtype)
-            if step == 1:
+        for seed in range(3):
+            give_random(optimizer, seed)
+            if seed == 1:
                 weights[0].grad, weights[7].grad[1] = torch.zeros_like(weights[0]), 0
                 weights[5].grad = None
             optimizer.step()
-        states = [value.clone() for weight in weights for value in optimizer.state[weight].values()]
-        results.append([*(weight.detach().clone() for weight in weights), *states])
+        results.append(weights_and_state(optimizer))
     assert all(map(torch.equal, *results))
     asks = RULES[rule].overrides("summands")  # for what needs a sum over the matrix before anything is written
     assert (sum(joined) == 0) == asks
@@ -1075,12 +782,10 @@ def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.Monkey
         return qr(matrix)
 
     monkeypatch.setattr(torch.linalg, "qr", counted)
-    for step in range(11):
-        for number, weight in enumerate(weights):
-            weight.grad = random_fp64(6, 6, seed=100 * step + number).float()
+    for seed in range(11):
         decomposed.append(0)
-        before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if step]
-        optimizer.step()
+        before = [optimizer.state[weight]["row_basis"].clone() for weight in weights if seed]
+        random_step(optimizer, seed)
         turned = [not torch.equal(a, optimizer.state[w]["row_basis"]) for a, w in zip(before, weights, strict=False)]
         assert sum(turned) == decomposed[-1] // 2
     assert decomposed == [0] + [8] * 10
@@ -1090,36 +795,25 @@ def test_matrices_take_turns_so_that_no_step_does_all(monkeypatch: pytest.Monkey
 def test_the_count_of_steps_is_saved_and_loaded() -> None:
     """A resumed optimizer takes the turns of the one that was saved; one that began at 0 would take others."""
     (weights, first), (twins, second) = layered(3, layers=2), layered(3, layers=2)
-    for step in range(5):
-        if step == 2:
+    for seed in range(5):
+        if seed == 2:
             second.load_state_dict(first.state_dict())
             for weight, twin in zip(weights, twins, strict=True):
                 twin.data.copy_(weight.data)
             assert second.param_groups[0]["steps_taken"] == 2
-        for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
-            weight.grad = random_fp64(6, 6, seed=100 * step + number).float()
-            twin.grad = weight.grad.clone()
-        for optimizer in (first, second) if step >= 2 else (first,):
-            optimizer.step()
-    assert all(map(torch.equal, weights, twins))
-    assert all(
-        torch.equal(first.state[w]["row_basis"], second.state[t]["row_basis"])
-        for w, t in zip(weights, twins, strict=True)
-    )
+        for optimizer in (first, second) if seed >= 2 else (first,):
+            random_step(optimizer, seed)
+    assert all(map(torch.equal, weights_and_state(first), weights_and_state(second)))
 
 
 def test_torchs_functions_for_state_leave_the_first_step_the_first() -> None:
     """They take a step at learning rate 0 to have state made."""
-    (weights, plain), (twins, looked_at) = layered(3, layers=1), layered(3, layers=1)
+    (_, plain), (twins, looked_at) = layered(3, layers=1), layered(3, layers=1)
     model = nn.ParameterDict({str(number): twin for number, twin in enumerate(twins)})
     get_optimizer_state_dict(model, looked_at)
-    for number, (weight, twin) in enumerate(zip(weights, twins, strict=True)):
-        weight.grad = random_fp64(6, 6, seed=number).float()
-        twin.grad = weight.grad.clone()
-    plain.step()
-    looked_at.step()
-    for weight, twin in zip(weights, twins, strict=True):
-        assert torch.equal(plain.state[weight]["row_basis"], looked_at.state[twin]["row_basis"])
+    for optimizer in (plain, looked_at):
+        random_step(optimizer, 0)
+    assert all(map(torch.equal, weights_and_state(plain), weights_and_state(looked_at)))
 
 
 def test_a_matrix_whose_first_gradient_comes_later_begins_with_unit_bases() -> None:
@@ -1145,7 +839,6 @@ def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
     numbers = 2 * 20 * 12 + 2 * 20 * 20 + 2 * 12 * 12 + 1
     assert explanation.state_bytes == 4 * numbers
     assert explanation.flops[0] - muon.flops[0] == 6 * 20 * 12 * 32 + 14 * (20**3 + 12**3) // 12
-    weight.grad = random_fp64(20, 12, seed=1).float()
-    optimizer.step()
+    random_step(optimizer, 1)
     assert optimizer.explain().state_bytes == explanation.state_bytes
     assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers

@@ -14,6 +14,7 @@ import torch
 import muonmesh as mm
 from tests.support import problem
 from tests.support.in_copies import step_as_on_a_device, work_in_copies
+from tests.support.on_ranks import on_ranks
 
 COVERS = ("step.offload.Offload",)
 
@@ -21,29 +22,9 @@ BF16 = {"param_dtype": torch.bfloat16, "master_dtype": torch.float32}
 FP32 = {"param_dtype": torch.float32}
 
 
-def in_copies(optimizer: mm.Muon) -> None:
-    work_in_copies(optimizer)
-
-
 def in_copies_on_a_device(optimizer: mm.Muon) -> None:
-    in_copies(optimizer)
+    work_in_copies(optimizer)
     step_as_on_a_device(optimizer)
-
-
-def differing(layout: str, device: bool, param_dtype: torch.dtype, settings: dict[str, Any]) -> list[str]:
-    """Step in copies in a layout, and without them alone; return what differs."""
-    values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
-    copies, plain = (in_copies_on_a_device, step_as_on_a_device) if device else (in_copies, None)
-    settings = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08, **settings}
-    *_, (model, optimizer) = problem.steps(layout, 3, values, problem.zeroed, copies, **settings, state_device="cpu")
-    alone = problem.alone(3, problem.zeroed, plain, param_dtype, **settings)
-    return problem.differing(problem.result(model, optimizer), alone)
-
-
-def in_every_layout(
-    device: bool, layouts: list[str], param_dtype: torch.dtype, **settings: Any
-) -> dict[str, list[str]]:
-    return {layout: differing(layout, device, param_dtype, settings) for layout in layouts}
 
 
 EVERY = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
@@ -60,8 +41,16 @@ SHARED: dict[str, Any] = {**BF16, "shard_state": True, "decay_mode": "cautious"}
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*without masters")
+@on_ranks(4)
 def test_state_in_copies_is_bit_for_bit_state_that_stays(
-    workers, device: bool, layouts: list[str], settings: dict[str, Any]
+    device: bool, layouts: list[str], settings: dict[str, Any]
 ) -> None:
-    for differences in workers(4).run(in_every_layout, device, layouts, **settings):
-        assert differences == {layout: [] for layout in layouts}
+    param_dtype = settings["param_dtype"]
+    values = {name: value.to(param_dtype) for name, value in problem.initial().items()}
+    copies, plain = (in_copies_on_a_device, step_as_on_a_device) if device else (work_in_copies, None)
+    options = {"compute_dtype": torch.float32, "memory_budget_mb": 0.08, **settings}
+    del options["param_dtype"]
+    alone = problem.alone(3, problem.zeroed, plain, param_dtype, **options)
+    for layout in layouts:
+        *_, (model, optimizer) = problem.steps(layout, 3, values, problem.zeroed, copies, **options, state_device="cpu")
+        assert problem.differing(problem.result(model, optimizer), alone) == [], layout

@@ -19,6 +19,7 @@ from muonmesh.numerics.rules import RULES
 from muonmesh.settings import reading
 from muonmesh.settings.checks import check_group
 from muonmesh.step import parameters
+from tests.support.tensors import random_step, weights_and_state
 
 COVERS = (
     "step.parameters.ReadyParameters",
@@ -37,13 +38,6 @@ def weights_and_optimizer() -> tuple[list[nn.Parameter], mm.Muon]:
     return weights, mm.Muon(groups, lr=0.1)
 
 
-def step(weights: list[nn.Parameter], optimizer: mm.Muon, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for weight in weights:
-        weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-    optimizer.step()
-
-
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the parameters whose state a step checks."""
     names: list[str] = []
@@ -58,18 +52,18 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, (weights, optimizer) = looked_at(monkeypatch), weights_and_optimizer()
-    step(weights, optimizer, 0)
+    names, (_, optimizer) = looked_at(monkeypatch), weights_and_optimizer()
+    random_step(optimizer, 0)
     assert len(names) == 4
     for number in range(1, 4):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     assert len(names) == 4
 
 
 def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, optimizer = weights_and_optimizer()
+    _, optimizer = weights_and_optimizer()
     for number in range(3):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     read, names = [], looked_at(monkeypatch)
 
     def checked(label: str, group: Any, **options: Any) -> Any:
@@ -80,7 +74,7 @@ def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.M
     for rate in (None, 0.05, 0.02):
         if rate is not None:
             optimizer.param_groups[1]["lr"] = rate  # as schedules do
-        step(weights, optimizer, 3)
+        random_step(optimizer, 3)
     assert read == ["group 'adamw'"] * 2
     assert names == []
 
@@ -138,7 +132,7 @@ def move_moment(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     moment.data = moment.data.clone()
 
 
-def read_elsewhere(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
+def set_another_source(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
     """Another source of gradients, which counts what it is asked for."""
 
     class Source(mm.GradientSource):
@@ -153,7 +147,7 @@ def train_alone(weights: list[nn.Parameter], optimizer: mm.Muon) -> None:
 
 
 CHANGES = [transpose_in_place, clone_weight, clone_momentum, move_momentum, load_itself, spread_weight, widen]
-CHANGES += [clone_vector, clone_moment, move_moment, read_elsewhere, train_alone]
+CHANGES += [clone_vector, clone_moment, move_moment, set_another_source, train_alone]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -161,32 +155,29 @@ def test_what_has_moved_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[list[nn.Parameter], mm.Muon], None]
 ) -> None:
     """And the step computes on it: with the bits of an optimizer in which nothing moved."""
-    (weights, optimizer), (others, other) = weights_and_optimizer(), weights_and_optimizer()
+    (weights, optimizer), (_, other) = weights_and_optimizer(), weights_and_optimizer()
     for number in range(2):
-        step(weights, optimizer, number)
-        step(others, other, number)
+        random_step(optimizer, number)
+        random_step(other, number)
     names = looked_at(monkeypatch)
     change(weights, optimizer)
     before = [weight.detach().clone() for weight in weights]
     for number in range(2, 5):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     assert names
     names.clear()
     for number in range(2, 5):
-        step(others, other, number)
+        random_step(other, number)
     assert names == []
-    for weight, twin, old in zip(weights, others, before, strict=True):
-        assert torch.equal(weight, twin)
-        assert not torch.equal(weight, old)
-        for key, value in optimizer.state[weight].items():
-            assert torch.equal(value, other.state[twin][key])
+    assert all(map(torch.equal, weights_and_state(optimizer), weights_and_state(other)))
+    assert not any(map(torch.equal, weights, before))
 
 
 @pytest.mark.parametrize("kind", ["missing", "transposed", "another dtype", "freed"])
 def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, optimizer = weights_and_optimizer()
     for number in range(2):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     names = looked_at(monkeypatch)
     momentum = momentum_of(weights, optimizer)["momentum_buffer"]
     before = momentum.clone()
@@ -223,7 +214,7 @@ def test_a_first_gradient_after_steps_without_one_creates_state(monkeypatch: pyt
         optimizer.step()
     names = looked_at(monkeypatch)
     assert "momentum_buffer" not in optimizer.state[weights[0]]
-    step(weights, optimizer, 3)
+    random_step(optimizer, 3)
     assert names == []
     assert optimizer.state[weights[0]]["momentum_buffer"].any()
     assert optimizer.state[weights[3]]["exp_avg"].any()
@@ -249,7 +240,7 @@ def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_aga
     weights, optimizer = weights_and_optimizer()
     weights[number].data = weights[number].data.t().contiguous().t()  # stepped by a contiguous copy
     for seed in range(2):
-        step(weights, optimizer, seed)
+        random_step(optimizer, seed)
         gradients = [weakref.ref(weight.grad) for weight in weights]
         optimizer.zero_grad()
         assert [gradient() for gradient in gradients] == [None] * 4
@@ -259,7 +250,7 @@ def test_a_step_keeps_no_gradient_and_no_copy_of_a_weight_that_it_cannot_use_aga
 def test_loading_frees_the_state_before() -> None:
     weights, optimizer = weights_and_optimizer()
     for number in range(2):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     saved = {"state": {}, **optimizer.state_dict()}
     saved["state"] = {number: {k: v.clone() for k, v in entries.items()} for number, entries in saved["state"].items()}
     before = [weakref.ref(next(iter(optimizer.state[weight].values()))) for weight in weights]
@@ -270,7 +261,7 @@ def test_loading_frees_the_state_before() -> None:
 def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, optimizer = weights_and_optimizer()
     for number in range(3):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
 
     @dataclass(frozen=True, slots=True)
     class Still(mm.MuonRule):
@@ -279,14 +270,14 @@ def test_another_rule_by_the_same_name_is_taken_at_once(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(RULES, "muon", Still)
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    step(weights, optimizer, 3)
+    random_step(optimizer, 3)
     before = weights[0].detach().clone()
     monkeypatch.undo()
-    step(weights, optimizer, 4)
+    random_step(optimizer, 4)
     assert not torch.equal(weights[0], before)
     monkeypatch.setitem(RULES, "muon", Still)
     before = weights[0].detach().clone()
-    step(weights, optimizer, 5)
+    random_step(optimizer, 5)
     assert torch.equal(weights[0], before)
 
 
@@ -296,11 +287,11 @@ def test_rounding_that_does_not_fit_a_parameter_is_refused_between_steps() -> No
     groups = [{"params": [weight], "algorithm": rule} for weight, rule in zip(weights, ("muon", "adamw"), strict=True)]
     optimizer = mm.Muon(groups, lr=0.1, master_dtype=torch.float32)
     for number in range(3):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     before = [weight.detach().clone() for weight in weights]
     optimizer.param_groups[1]["stochastic_rounding"] = 1
     with pytest.raises(ValueError, match="stochastic_rounding with masters; needed weights in bf16 without masters"):
-        step(weights, optimizer, 3)
+        random_step(optimizer, 3)
     assert all(map(torch.equal, weights, before))
 
 
@@ -348,11 +339,8 @@ def test_gradients_of_another_source_are_read_there_in_every_step() -> None:
 
     optimizer.gradients = Source()
     for number in range(4):
-        step(weights, optimizer, number)
-        step_with = torch.Generator().manual_seed(number)
-        for weight in others:
-            weight.grad = 2 * torch.randn(weight.shape, generator=step_with)
-        other.step()
+        random_step(optimizer, number)
+        random_step(other, number, 2.0)
     assert all(map(torch.equal, weights, others))
 
 
@@ -360,23 +348,23 @@ def test_gradients_are_freed_after_another_plan_was_looked_at() -> None:
     """`explain` of other settings makes a plan, which no step follows once they are set back."""
     weights, optimizer = weights_and_optimizer()
     for number in range(3):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
     optimizer.param_groups[0]["ns_steps"] = 3
     optimizer.explain()
     optimizer.param_groups[0]["ns_steps"] = None
     for number in range(3):
-        step(weights, optimizer, number)
+        random_step(optimizer, number)
         gradients = [weakref.ref(weight.grad) for weight in weights]
         optimizer.zero_grad()
         assert [gradient() for gradient in gradients] == [None] * 4
 
 
 def test_metrics_bear_the_name_that_a_group_has_now() -> None:
-    weights, optimizer = weights_and_optimizer()
-    step(weights, optimizer, 0)
+    _, optimizer = weights_and_optimizer()
+    random_step(optimizer, 0)
     optimizer.metrics()
     optimizer.param_groups[0]["name"] = "renamed"
-    step(weights, optimizer, 1)
+    random_step(optimizer, 1)
     assert {key.partition("/")[0] for key in optimizer.metrics()} == {"renamed", "adamw"}
 
 

@@ -44,6 +44,15 @@ MESHES: dict[str, tuple[tuple[int, ...], Any]] = {
     "four axes": ((1, 2, 1, 2), lambda n: [R, S(0), S(1 % n), strided(0, 2)]),
     "experts": ((2, 2), lambda n: [S(0), S(1 % n)] if n == 3 else [R, R]),
 }
+EIGHT: dict[str, tuple[tuple[int, ...], Any]] = {
+    "eight replicas": ((8,), lambda n: [R]),
+    "four replicas of pairs": ((4, 2), lambda n: [R, S(0)]),
+    "two replicas of four": ((2, 4), lambda n: [R, S(0)]),
+    "pairs of four replicas": ((2, 4), lambda n: [S(0), R]),
+    "hsdp over tp": ((2, 2, 2), lambda n: [R, strided(0, 2), S(0)]),
+    "hsdp over rowwise": ((2, 2, 2), lambda n: [R, S(0), S(n - 1)]),
+    "rows, cols, rows": ((2, 2, 2), lambda n: [S(0), S(n - 1), S(0)]),
+}
 
 
 @dataclass

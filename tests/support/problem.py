@@ -145,6 +145,35 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
     return model, None
 
 
+def holding(layout: str) -> layouts.Held:
+    """Hold the parameters in a layout of any kind, by its name.
+
+    A name of `hold`, of `layouts.MESHES` or `layouts.EIGHT` (DTensors, or with "declared" in front plain shards that
+    are declared), "flat", or "flat of tensor parallel".
+    """
+    if layout.startswith("flat"):
+        return layouts.flat(PARAMETERS, initial(), tensor_parallel=2 if "tensor" in layout else 1)
+    meshes, name = layouts.MESHES | layouts.EIGHT, layout.removeprefix("declared ")
+    if name in meshes:
+        sizes, placements = meshes[name]
+        kind = layouts.dtensors if layout == name else layouts.declared
+        return kind(PARAMETERS, initial(), mesh_of(sizes), lambda _, shape: placements(len(shape)))
+    model, group = hold(layout, initial())
+
+    def give(gradients: dict[str, Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = None if gradient is None else placed_like(parameter, gradient)
+
+    settings = {"process_group": group}
+    return layouts.Held(groups(model), settings, give, functools.partial(result, model), dict(model.named_parameters()))
+
+
+def optimizer_of(parameters: layouts.Held, **settings: Any) -> mm.Muon:
+    """Return an optimizer of parameters held in any layout, with the problem's settings where no others are given."""
+    return mm.Muon(parameters.groups, **{**SETTINGS, **parameters.settings, **settings})
+
+
 def steps(
     layout: str,
     count: int,

@@ -1,4 +1,7 @@
-"""Tensors that tests make and compare: random ones from a seed, the same bits, the error of one against another."""
+"""Tensors that tests make and compare: random ones from a seed, the same bits, the error of one against another.
+
+Also steps with random gradients.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -16,6 +20,29 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def random_fp64(*shape: int, seed: int = 0) -> Tensor:
     """Return normal random numbers that other ones of a dtype are rounded from."""
     return random(*shape, seed=seed, dtype=torch.float64)
+
+
+def _weights_of(optimizer: Optimizer) -> list[Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def give_random(optimizer: Optimizer, seed: int, scale: float = 1.0) -> None:
+    """Give all weights random gradients of a seed."""
+    for number, weight in enumerate(_weights_of(optimizer)):
+        weight.grad = random_fp64(*weight.shape, seed=30 * seed + number).to(weight.dtype) * scale
+
+
+def random_step(optimizer: Optimizer, seed: int, scale: float = 1.0) -> None:
+    """Step with random gradients of a seed."""
+    give_random(optimizer, seed, scale)
+    optimizer.step()
+
+
+def weights_and_state(optimizer: Optimizer) -> list[Tensor]:
+    """Return copies of all weights and of their state, in the order of the groups."""
+    weights = _weights_of(optimizer)
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [tensor.detach().clone() for tensor in (*weights, *state)]
 
 
 def same_bits(a: Any, b: Any) -> bool:

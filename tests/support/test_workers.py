@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.on_ranks import on_ranks
 from tests.support.workers import Pool, RankFailure
 
 Workers = Callable[[int], Pool]
@@ -177,3 +179,20 @@ def test_tensors_come_back_as_plain_copies_and_dtensors_are_refused(workers: Wor
     assert [type(shard) for shard in shards] == [torch.Tensor] * 2
     with pytest.raises(RankFailure, match=r"return its \.to_local\(\)"):
         workers(2).run(_sharded)
+
+
+@pytest.mark.parametrize("number", [3])
+@on_ranks(2)
+def test_a_body_that_every_rank_runs(number: int, tmp_path: Path) -> None:
+    assert (dist.get_world_size(), number) == (2, 3)
+    assert tmp_path.is_dir()
+
+
+@on_ranks(2)
+def _bodies_that_differ() -> None:
+    assert dist.get_rank() + 5 == 5
+
+
+def test_an_assert_that_fails_on_a_rank_shows_its_values(workers: Workers) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised[\s\S]*assert \(1 \+ 5\) == 5"):
+        _bodies_that_differ(workers=workers)

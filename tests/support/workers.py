@@ -40,6 +40,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor
 
@@ -332,6 +334,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
         dist.distributed_c10d.ProcessGroupGloo = _OneDevice  # type: ignore[misc]
         store = TCPStore("127.0.0.1", port, is_master=False)
         join_default_group(device, store, rank, world_size, timedelta(minutes=5))
+        install_importhook(get_config())  # an assert that fails on a rank shows its values, as in pytest's own process
         connection.send_bytes(_dumps(Outcome(rank, 0.0)))
         while True:
             try:

@@ -122,7 +122,7 @@ def test_the_tables_name_their_scope_and_fit_a_terminal(width: int) -> None:
 
 
 def test_the_page_has_every_rate_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text().partition("| rate | unit ")[2]
+    page = (Path(__file__).parents[2] / "docs/internals/planning.md").read_text().partition("| rate | unit ")[2]
     rates = {
         name: float(value) for name, value in re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+e-?\d+) \|", page, re.MULTILINE)
     }

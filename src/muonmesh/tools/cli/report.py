@@ -348,12 +348,16 @@ def _group_rows(summary: TrainingSummary) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Return rows as a table of HTML. Their first cells are headings; in a table of figures, so is the first row."""
+    """Return rows as a table of HTML. Their first cells are headings; in a table of figures, so is the first row.
+
+    A heading may break after a dot, because a phone has no room for "adamw.embeddings" beside four figures.
+    """
     lines = []
     for number, (first, *cells) in enumerate(rows):
         cell = "th" if kind and not number else "td"
         others = "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells)
-        lines.append(f'<tr><th scope="row">{escape(first)}</th>{others}</tr>')
+        heading = escape(first).replace(".", ".<wbr>")
+        lines.append(f'<tr><th scope="row">{heading}</th>{others}</tr>')
     return f'<section><table class="{kind}">{"".join(lines)}</table></section>'
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """The speed of a device, for the model of time. Default: one H100 SXM; docs/plan.md has the source of each rate.
+    """The speed of a device, for the model of time. Default: one H100 SXM; docs/internals/planning.md has sources.
 
     Attributes:
         flops: Upper limit of bf16 products in FLOP/s: 70 % of the data sheet's 989 TFLOP/s.
