@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,6 +340,16 @@ def test_a_traced_stage_is_refused_and_gets_what_the_whole_model_decided() -> No
         decisions |= decided(groups)
         assert set(decided(groups)) == set(by_name)
     assert decisions == decided(whole)
+
+
+def test_a_scripted_model_is_refused_and_gets_what_the_model_decided() -> None:
+    model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, VOCAB))
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        scripted = torch.jit.script(model)
+    whole = split_params(model)
+    with pytest.raises(ValueError, match=r"weight: The module of this parameter was traced"):
+        split_params(scripted)
+    assert decided(whole.held_by(scripted)) == decided(whole)
 
 
 def test_what_the_whole_model_decided_reaches_tied_and_frozen_parameters_and_refuses_strangers() -> None:

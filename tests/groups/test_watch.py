@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import collections
+import contextlib
 import copy
+import dataclasses
 import gc
 import io
 import pickle
 import re
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -362,6 +366,219 @@ def test_a_compiled_block_shows_nothing_of_its_weights() -> None:
     with pytest.warns(UserWarning, match=r"^blocks\.1\.mixed\.weight: .* blocks\.1\.mixed\.weight is split"):
         trained(model, optimizer)
     assert reasons(optimizer)["blocks.0.mixed.weight"].endswith("a guess")
+
+
+class Coupling(nn.Module):
+    """A block of a normalizing flow: what it makes is added to half of its inputs, and is output as well as read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        read, shifted = x.chunk(2, -1)
+        return torch.cat((shifted + self.shift(read), read), -1)
+
+
+class Highway(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).sigmoid()
+        return gate * F.relu(self.value(x)) + (1 - gate) * x
+
+
+@pytest.mark.parametrize("block", [Coupling, Highway])
+def test_no_block_is_an_output_layer_where_blocks_like_it_may_be_none(block: type[nn.Module]) -> None:
+    model = nn.Sequential(*(block() for _ in range(4)))
+    optimizer = mm.from_model(model)
+    trained(model, optimizer, torch.randn(3, 8))
+    assert {split for name, split in halves(optimizer).items() if name.endswith("weight")} == {"whole"}
+
+
+class Recursive(nn.Module):
+    """The first forward that returns is one inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.mix, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        below = self.leaf(x) if depth == 0 else self.mix(F.relu(self(x, depth - 1)))
+        out: Tensor = self.out(below) if depth == 2 else below
+        return out
+
+
+class Features(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, features: bool = False) -> Tensor:
+        out: Tensor = self.body(x) if features else self.out(F.relu(self.body(x)))
+        return out
+
+
+def test_a_forward_of_a_part_of_the_model_shows_no_output_layer_if_another_follows() -> None:
+    model: nn.Module = Recursive()
+    trained(model, mm.from_model(model), torch.randn(4, 8))
+    model = Features()
+    optimizer = mm.from_model(model)
+    model(torch.randn(4, 8), True)
+    trained(model, optimizer, torch.randn(4, 8))
+    assert halves(optimizer)["body.2.weight"] == "whole"
+
+
+def test_a_loop_over_time_takes_time_in_proportion() -> None:
+    """Each step of the loop is one of the outputs of a node, and is added to a product with what came before."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reads, self.again, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = x.new_zeros(len(x), 16)
+            for read in self.reads(x).unbind(1):
+                state = torch.tanh(read + self.again(state))
+            out: Tensor = self.out(state)
+            return out
+
+    def looked_at(count: int) -> int:
+        model = Loop()
+        groups, looks = mm.split_params(model), 0
+
+        def count_looks(frame: Any, event: str, argument: Any) -> None:
+            nonlocal looks
+            looks += event == "call" and frame.f_code.co_name == "sources"
+
+        sys.setprofile(count_looks)
+        try:
+            model(torch.randn(2, count, 8))
+        finally:
+            sys.setprofile(None)
+        assert groups.watch is not None
+        assert groups.watch.facts
+        return looks
+
+    assert looked_at(200) < 2.5 * looked_at(100)
+
+
+class Hides(torch.autograd.Function):
+    """A product in a custom function, as in Transformer Engine."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].T @ x
+
+
+def test_forwards_that_show_nothing_are_read_until_the_first_step() -> None:
+    class Hidden(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Hides.apply(x, self.weight)
+            return out
+
+    model, x = nn.Sequential(Hidden(8, 16), nn.ReLU(), Hidden(16, 16), nn.ReLU(), Hidden(16, 3)), torch.randn(4, 8)
+    groups = mm.split_params(model)
+    optimizer = mm.Muon(groups)
+    model(x)
+    assert not untouched(model)
+    trained(model, optimizer, x)
+    assert untouched(model)
+    assert reasons(optimizer)["2.weight"].endswith("a guess")
+
+
+@dataclasses.dataclass
+class Unset:
+    logits: Tensor
+    cache: Any = dataclasses.field(init=False)
+
+
+class Unready(collections.abc.Mapping[str, Any]):
+    """Outputs of which some raise when they are read."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "later":
+            raise RuntimeError("not yet")
+        return self.out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("out", "later"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("outputs", ["nested", "unset", "unready"])
+def test_no_outputs_make_a_training_forward_raise(outputs: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.layers(x)
+            return Unset(out) if outputs == "unset" else Unready(out) if outputs == "unready" else nested(out, 3000)
+
+    def nested(value: Any, depth: int) -> Any:
+        for _ in range(depth):
+            value = (value,)
+        return value
+
+    model = Model()
+    optimizer = mm.from_model(model)
+    warns = outputs == "unready"
+    with pytest.warns(UserWarning, match="could not be read") if warns else contextlib.nullcontext():
+        model(torch.randn(4, 8))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert untouched(model)
+    assert reasons(optimizer)["layers.2.weight"].endswith("a guess") == warns
+
+
+def test_a_traced_model_is_not_read() -> None:
+    model, x = TwoHeads(), IDS
+    optimizer = mm.from_model(model, overrides=SPLIT)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+    with pytest.raises(LayoutError, match="contradicts"):
+        trained(model, optimizer)
+
+
+def test_what_a_forward_saved_is_freed_without_a_collection_of_garbage() -> None:
+    model, saved = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3)), list[weakref.ref[Any]]()
+    groups = mm.split_params(model)
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            saved.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda packed: packed.tensor):
+            outputs = model(torch.randn(4, 8))
+        assert groups.watch is not None
+        assert groups.watch.facts
+        assert any(packed() for packed in saved)
+        del outputs
+        assert not any(packed() for packed in saved)
+    finally:
+        gc.enable()
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
             raise ValueError(explain_error(called("split_params"), problem, _MEANT, write)) from error
         finally:
             handle.remove()
-        facts = facts_of_graph(outputs, named, inputs.tensors)
+        facts, _ = facts_of_graph(outputs, named, inputs.tensors)
     if not facts:
         problem = "example=, with which the model returns no tensor that depends on a weight"
         needed = "its outputs or its loss, with their graph"
@@ -204,22 +204,23 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def tensors_in(value: Any, visited: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returned; ``visited`` are the objects that have been looked at."""
-    visited = set() if visited is None else visited
-    parts: list[Any] = []
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) in visited:
-        return
-    elif isinstance(value, Mapping):
-        parts = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        parts = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, attribute.name) for attribute in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        parts = [part for part in vars(value).values() if not callable(part)]
-    visited.add(id(value))
-    for part in parts:
-        yield from tensors_in(part, visited)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a model returned, in their order; attributes that are not set yet are left out."""
+    todo, visited = [value], dict[int, Any]()
+    while todo:
+        value = todo.pop()
+        parts: list[Any] = []
+        if isinstance(value, Tensor):
+            yield value
+        elif id(value) in visited:
+            continue
+        elif isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, list | tuple | set):
+            parts = list(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, attribute.name, None) for attribute in dataclasses.fields(value)]
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+            parts = [part for part in vars(value).values() if not callable(part)]
+        visited[id(value)] = value
+        todo += reversed(parts)

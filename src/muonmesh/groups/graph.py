@@ -7,13 +7,13 @@ without doubt is None, and `split_params` then goes by its other rules.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby, product
 from math import prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,17 +140,17 @@ _T = TypeVar("_T")
 
 
 def _reached(starts: Iterable[_T], onward: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
-    """Yield some things and all to which they lead, each once."""
-    todo = list(dict.fromkeys(starts))
+    """Yield some things and all to which they lead, each once, the nearest first."""
+    todo = deque(dict.fromkeys(starts))
     met = set(todo)
     while todo:
-        yield (current := todo.pop())
+        yield (current := todo.popleft())
         new = [neighbor for neighbor in dict.fromkeys(onward(current)) if neighbor not in met]
         met.update(new)
         todo += new
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Node:
     """A node of autograd's graph with all that a walk has shown of it, so that autograd is asked once.
 
@@ -183,6 +183,11 @@ class Node:
     hidden: bool = False
     deep: bool = False
 
+    @cached_property
+    def outputs(self) -> Sequence[Any]:
+        """What autograd knows of its outputs; it makes the list anew at each look, which takes long for thousands."""
+        return cast(Sequence[Any], self.fn._input_metadata)
+
     @property
     def is_product(self) -> bool:
         """Whether it multiplies matrices."""
@@ -206,7 +211,7 @@ class Node:
 
     def shape(self, number: int = 0) -> tuple[int, ...]:
         """Return the shape of one of its outputs."""
-        return tuple(int(size) for size in self.fn._input_metadata[number].shape)
+        return tuple(int(size) for size in self.outputs[number].shape)
 
     def others(self, position: int) -> list[Edge]:
         """Return where its inputs come from, but for one."""
@@ -428,8 +433,8 @@ def _sharded(form: Form, shape: tuple[int, ...]) -> Form | None:
 
 def facts_of_graph(
     outputs: Iterable[Tensor], named: Collection[tuple[str, nn.Parameter]], inputs: Collection[Tensor]
-) -> dict[str, Facts]:
-    """Return what the graph behind some outputs shows of each parameter, by name.
+) -> tuple[dict[str, Facts], bool]:
+    """Return what the graph behind some outputs shows of each parameter, by name, and whether a node hides more.
 
     Outputs that are computed on by others, such as hidden states or keys beside logits, do not count as outputs.
 
@@ -440,6 +445,18 @@ def facts_of_graph(
     """
     names = {id(parameter): name for name, parameter in named}
     order, roots = _nodes(outputs, names, {id(tensor) for tensor in inputs})
+    try:
+        return _facts_of_nodes(order, roots, named, names), any(node.is_opaque for node in order)
+    finally:  # nodes know each other, and would hold the graph until garbage is collected
+        for node in order:
+            node.users.clear()
+            node.uses.clear()
+
+
+def _facts_of_nodes(
+    order: list[Node], roots: set[Node], named: Collection[tuple[str, nn.Parameter]], names: Mapping[int, str]
+) -> dict[str, Facts]:
+    """Return what nodes show of each parameter; ``roots`` are those of the outputs, and ``names`` the names by id."""
     _learn(order)
     last = _last(order, roots)
     facts: dict[str, Facts] = defaultdict(Facts)
@@ -648,7 +665,7 @@ def _parts(cut: Node, form: Form, hides: list[Node], deep: int) -> list[Form] | 
     """Return the parts of all outputs of a node that cuts; None if they are unknown."""
     gated = cut.kind == "Glu"
     pieces: list[Form] = []
-    for number in range(2 if gated else len(cut.fn._input_metadata)):
+    for number in range(2 if gated else len(cut.outputs)):
         part = _through(form, cut, number)
         if part is None:
             return None
@@ -708,7 +725,7 @@ def _joined(cuts: list[Node]) -> bool:
     reached = [
         _joins(cut, number)
         for cut in cuts
-        for number in range(len(cut.fn._input_metadata))
+        for number in range(len(cut.outputs))
         if any(nr == number for _, _, nr in cut.users)
     ]
     if len(reached) < 2:
@@ -769,10 +786,11 @@ def _unlike_others(facts: Mapping[str, Facts], shapes: Mapping[str, tuple[int, .
     """
     alike: dict[Any, list[Facts]] = defaultdict(list)
     for name, weight in facts.items():
-        if not name.rpartition(".")[0].rpartition(".")[2].isdecimal():
-            alike[starred(name), shapes[name]].append(weight)
+        layer, _, key = name.rpartition(".")
+        block, _, inner = layer.rpartition(".")
+        alike[starred(block), inner, key, shapes[name]].append(weight)
     for group in alike.values():
         for end in ("first", "last"):
-            if {True, False} <= {getattr(weight, end) for weight in group}:
+            if len({getattr(weight, end) for weight in group}) > 1:
                 for weight in group:
                     setattr(weight, end, getattr(weight, end) and None)

@@ -102,8 +102,8 @@ def shared_sites(model: nn.Module) -> list[list[Site]]:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
     for name in WRAPPERS:
-        if module._modules.get(name) is not None:
-            return module._modules[name]
+        if (inner := dict(module._modules.items()).get(name)) is not None:
+            return inner
     if not _HOLDS_MODULE.isdisjoint(class_names(module)):
         return module._modules.get("module")
     return None
@@ -128,6 +128,11 @@ def class_names(module: nn.Module, library: str = "") -> list[str]:
     """
     modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
     return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
+
+
+def is_traced(module: nn.Module) -> bool:
+    """Whether a module has lost its class: by torch.export, also in a traced pipeline, or by torch.jit."""
+    return not {"InterpreterModule", "ScriptModule"}.isdisjoint(class_names(module))
 
 
 def class_of(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ from muonmesh.groups.classifiers import classified
 from muonmesh.groups.fused import count_of, is_turned, known_cut
 from muonmesh.groups.graph import Facts
 from muonmesh.groups.input_output_layers import InputOutputLayers, features_of
-from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape
+from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape, is_traced
 from muonmesh.layout.matrix import as_tuples
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -77,7 +77,7 @@ def _refuse_unknowable(site: Site) -> None:
         problem = f"a parameter of the lazy module {class_of(module)}, which has no shape yet"
         write = "Run one forward pass before split_params(model)"
         raise ValueError(explain_error(site.name, problem, "its shape", write))
-    if "InterpreterModule" in class_names(module):  # of torch.export, also in torch.distributed.pipelining.pipeline
+    if is_traced(module):
         message = "The module of this parameter was traced and has lost its class, so nothing says whether it "
         message += "is a matrix or an embedding. Write split_params(model).held_by(stage), with the model from before "
         message += "tracing"

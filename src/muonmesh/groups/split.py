@@ -15,7 +15,7 @@ from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.graph import Facts
 from muonmesh.groups.input_output_layers import input_output_layers
-from muonmesh.groups.parameter_sites import Matrices, Role, Site, class_names, global_shape, shared_sites, unwrapped
+from muonmesh.groups.parameter_sites import Matrices, Role, Site, global_shape, is_traced, shared_sites, unwrapped
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
@@ -118,7 +118,7 @@ class ParamGroups(list[dict[str, Any]]):
         roles = {name: self._roles[first] for first, (name, _) in members.items() if first in self._roles}
         attributes: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
         result = ParamGroups(groups, **attributes, model=stage)
-        if roles and not any("InterpreterModule" in class_names(module) for module in stage.modules()):
+        if roles and not any(map(is_traced, stage.modules())):
             result.watch = Watch(unwrapped(stage), roles, part=len(members) < len(trained))
         return result
 

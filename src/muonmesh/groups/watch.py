@@ -26,11 +26,12 @@ class Watch:
     """A watch on the first training forward of a model, which is compared with the roles of its parameters.
 
     A hook of the model reads the graph when the forward has returned, so that nothing of the graph is held. The hook
-    removes itself then, and when the watch is gone. Forwards without gradients, in evaluation mode and in compiled code
-    are not read.
+    removes itself then, and when the watch is gone. Forwards without gradients, in evaluation mode and in compiled or
+    traced code are not read.
 
     Attributes:
-        facts: What the forward showed of each parameter, by canonical name; None until there was one.
+        facts: What the forward showed of each parameter, by canonical name; None until there was one, and empty if it
+            showed nothing.
     """
 
     def __init__(self, model: nn.Module, roles: Mapping[str, Role], *, part: bool = False) -> None:
@@ -43,22 +44,23 @@ class Watch:
         """
         self.facts: dict[str, Facts] | None = None
         self._model, self._roles, self._part = weakref.ref(model), dict(roles), part
+        self._unused = set[str]()  # parameters that the forward did not use; empty if it may have hidden them
         handle = model.register_forward_hook(_Hook(self))
         self._stop = weakref.finalize(self, handle.remove)
         self._stop.atexit = False
 
     def read(self, model: nn.Module, outputs: Any) -> None:
-        """Read the graph of what a forward returned; a graph that shows no parameter of the model does not count."""
-        roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-        if not roots:
-            return
+        """Read the graph of what a forward returned; if it shows no parameter, later ones are read, up to a step."""
         collects = gc.isenabled()
         gc.disable()  # the many small objects of a walk are no garbage
         try:
-            shown = facts_of_graph(roots, list(_in_graph(model)), ())
-            facts = {name: weight for name, weight in shown.items() if weight.does is not None}
+            roots = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+            if roots:
+                named = list(_in_graph(model))
+                shown, hides = facts_of_graph(roots, named, ())
+                self.facts = {name: weight for name, weight in shown.items() if weight.does is not None}
+                self._unused = set() if hides else {name for name, _ in named} - shown.keys()
         except Exception as error:  # training goes on as it would without a watch
-            facts = {}
             problem = f"The graph of its first forward could not be read ({type(error).__name__}: {error}), so what "
             problem += "print(split_params(model)) calls a guess stays one. Write watch=False to leave this out"
             warn(about(type(model).__name__, problem))
@@ -66,8 +68,7 @@ class Watch:
         finally:
             if collects:
                 gc.enable()
-        if facts:
-            self.facts = facts
+        if self.facts:
             self._stop()
 
     def compare(
@@ -89,13 +90,17 @@ class Watch:
         Warns:
             UserWarning: if a weight is fused and is trained as another number of matrices.
         """
+        self._stop()
         model = self._model()
         if model is None or self.facts is None:
             return None
         places = {name: (group, i) for group in groups for i, name in enumerate(group.get("param_names", ()))}
         wrong: dict[str, tuple[Role, Role]] = {}
         split: dict[str, tuple[Role, Role]] = {}
-        entire = entire and not self._part and not may_be_block(model)
+        # If what the forward did not use has a gradient, other forwards may read what seems to be an output here.
+        entire = (
+            entire and not self._part and not may_be_block(model) and self._unused.isdisjoint(places.keys() - missing)
+        )
         for same in shared_sites(model):
             name, guess, facts = same[0].name, self._roles.get(same[0].name), self.facts.get(same[0].name)
             if guess is None or facts is None or name not in places or name in missing:
@@ -142,13 +147,13 @@ class _Hook:
         return _Hook()
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         watch = None if self._watch is None else self._watch()
         if watch is None:
             for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
                 del module._forward_hooks[key]
-        elif module.training and torch.is_grad_enabled() and watch.facts is None:
+        elif module.training and torch.is_grad_enabled() and not watch.facts:
             watch.read(module, outputs)
 
 
