@@ -91,6 +91,7 @@ def test_the_default_backend_takes_it_too() -> None:
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.own_ambient  # or the compiler would stop at what sets it
 @pytest.mark.parametrize("compiled", ["step", "end"])
 def test_fullgraph_says_that_the_step_is_no_graph(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()  # what was compiled before has no frame to compile again
