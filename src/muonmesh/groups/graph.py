@@ -188,6 +188,19 @@ class Node:
         """What autograd knows of its outputs; it makes the list anew at each look, which takes long for thousands."""
         return cast(Sequence[Any], self.fn._input_metadata)
 
+    @cached_property
+    def readers(self) -> Mapping[int, list[tuple[Node, int]]]:
+        """For the number of each output that is read, the nodes that read it, with the place among their inputs."""
+        readers = defaultdict[int, list[tuple[Node, int]]](list)
+        for user, position, number in self.users:
+            readers[number].append((user, position))
+        return readers
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """The places of its inputs that are weights."""
+        return [position for position, edge in enumerate(self.below) if _weight(edge)]
+
     @property
     def is_product(self) -> bool:
         """Whether it multiplies matrices."""
@@ -449,8 +462,7 @@ def facts_of_graph(
         return _facts_of_nodes(order, roots, named, names), any(node.is_opaque for node in order)
     finally:  # nodes know each other, and would hold the graph until garbage is collected
         for node in order:
-            node.users.clear()
-            node.uses.clear()
+            vars(node).clear()
 
 
 def _facts_of_nodes(
@@ -548,7 +560,7 @@ def _last(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
             elif user.uses and any(use.reads is not None and use.reads[0] is node for use in user.uses):
                 reads = True
             else:
-                fused = user.is_opaque or (user.kind not in _EACH and any(map(_weight, user.others(position))))
+                fused = user.is_opaque or (user.kind not in _EACH and any(at != position for at in user.weights))
                 reads |= read[user] or fused
                 directly |= direct[user]
                 cleanly |= clean[user] and not fused and not user.is_product
@@ -637,7 +649,7 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
 
     What is only written into a state that the model returns has no parts: nothing is computed from it.
     """
-    users = [(user, position) for user, position, nr in node.users if nr == number]
+    users = node.readers.get(number, [])
     whole, parts = not users, dict[Any, Form]()
     for user, position in users:
         if user.kind in _CUTS:
@@ -722,12 +734,7 @@ def _joined(cuts: list[Node]) -> bool:
     Parts also count as joined if each is the same operand of a product of the same kind, and the results of these
     products are joined. The parts are then values of different heads.
     """
-    reached = [
-        _joins(cut, number)
-        for cut in cuts
-        for number in range(len(cut.outputs))
-        if any(nr == number for _, _, nr in cut.users)
-    ]
+    reached = [_joins(cut, number) for cut in cuts for number in cut.readers]
     if len(reached) < 2:
         return False
     before = [{join for join, _, products in steps if not products} for steps in reached]
@@ -739,7 +746,7 @@ def _joined(cuts: list[Node]) -> bool:
 
 def _joins(cut: Node, number: int) -> set[_Step]:
     """Return the nodes that join an output of a cut with other tensors before a product with a weight reads it."""
-    todo: list[_Step] = [(user, position, ()) for user, position, nr in cut.users if nr == number]
+    todo: list[_Step] = [(user, position, ()) for user, position in cut.readers[number]]
     met, joins = set[Node](), set[_Step]()
     while todo and len(met) < 50:
         node, position, products = todo.pop(0)
