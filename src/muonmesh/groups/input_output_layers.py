@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
-from muonmesh.groups.parameter_sites import Kind, class_names, class_of, global_shape, unwrapped
+from muonmesh.groups.parameter_sites import Kind, answer_of, class_names, class_of, global_shape, unwrapped
 
 InputOutputLayers = Mapping[int, tuple[Kind, str]]
 
@@ -34,10 +34,7 @@ def input_output_layers(model: nn.Module) -> dict[int, tuple[Kind, str]]:
     layers_found: dict[int, tuple[Kind, str]] = {}
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
-            try:
-                named = tree_leaves(getattr(module, method)())
-            except (AttributeError, NotImplementedError):  # no such method; a stage without the head; a backbone
-                continue
+            named = tree_leaves(answer_of(module, method))
             lists = (layer if isinstance(layer, nn.ModuleList) else [layer] for layer in named)
             for layer in (layer for layer in chain(*lists) if isinstance(layer, nn.Module)):
                 layers_found.setdefault(id(_final(layer)), ("head", f"output layer: {method}() of {class_of(module)}"))

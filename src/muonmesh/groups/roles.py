@@ -22,7 +22,17 @@ from muonmesh.groups.classifiers import classified
 from muonmesh.groups.fused import count_of, is_turned, known_cut
 from muonmesh.groups.graph import Facts
 from muonmesh.groups.input_output_layers import InputOutputLayers, features_of
-from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape, is_traced
+from muonmesh.groups.parameter_sites import (
+    Kind,
+    Matrices,
+    Role,
+    Site,
+    answer_of,
+    class_names,
+    class_of,
+    global_shape,
+    is_traced,
+)
 from muonmesh.layout.matrix import as_tuples
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -133,8 +143,8 @@ def without_decay(site: Site) -> str | None:
     if getattr(site.parameter, "_no_weight_decay", False):
         return "_no_weight_decay"
     for module, key in site.keys:
-        exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
-        if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
+        exempt, parts = answer_of(module, "no_weight_decay"), answer_of(module, "no_weight_decay_keywords")
+        if key in (exempt or ()) or any(part in key for part in parts or ()):
             return f"no_weight_decay() of {class_of(module)}"
     return "its name" if _NO_DECAY.search(site.name.lower()) else None
 
