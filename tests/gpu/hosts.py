@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import muonmesh as mm
 from tests.gpu.rank import attempt
-from tests.support import gathered
+from tests.support import gathered, problem
 
 STEPS = 4
 STAGES = (1, 2, 3)
@@ -119,10 +119,7 @@ class Sharded:
             parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
 
     def snapshot(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            tensors |= {f"{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
-        return gathered.whole(tensors)
+        return problem.result(self.model, self.optimizer)
 
 
 def plain(device: str, steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import muonmesh as mm
 from tests.gpu import pytestmark as gpu
 from tests.gpu.rank import one_rank
+from tests.support import problem
 
 DEVICES = [pytest.param("cuda", marks=gpu), pytest.param("cpu", marks=pytest.mark.soak)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -109,17 +110,6 @@ def no_waiting(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def weights_and_state(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    for name, parameter in model.named_parameters():
-        tensors |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return {name: value.detach().clone() for name, value in tensors.items()}
-
-
-def unlike(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in {**first, **other} if name not in first or not torch.equal(first[name], other[name])]
-
-
 @on_devices
 @pytest.mark.parametrize("clip", [True, False], ids=["clipped", "unclipped"])
 def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
@@ -133,7 +123,7 @@ def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
             loss = functional.cross_entropy(model(x).float(), y)
         scaler.scale(loss * (1e6 if overflows else 1.0)).backward()
         gradients = [p.grad for p in model.parameters()]
-        before = weights_and_state(model, optimizer)
+        before = problem.result(model, optimizer)
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         scale = scaler.get_scale()
         with no_waiting(device) if step > 2 else contextlib.nullcontext():
@@ -143,11 +133,11 @@ def test_a_loss_scale_that_overflows(device: str, clip: bool) -> None:
             scaler.step(optimizer, scaler=scaler)
             scaler.update()
         optimizer.zero_grad()
-        after = weights_and_state(model, optimizer)
+        after = problem.result(model, optimizer)
         assert finite == (not overflows), step
         assert scaler.get_scale() == (scale / 2 if overflows else scale)
         if overflows:
-            assert unlike(before, after) == []
+            assert problem.differing(before, after) == []
         else:
             assert [name for name, _ in model.named_parameters() if torch.equal(before[name], after[name])] == [], step
 
@@ -195,18 +185,17 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
         optimizer.zero_grad()  # its memory is the next pass's
         losses.append(loss.detach())
     optimizer.finish()
-    weights = {name: value.cpu() for name, value in weights_and_state(model, optimizer).items()}
-    return [float(loss) for loss in losses], weights
+    return [float(loss) for loss in losses], problem.result(model, optimizer)
 
 
 @on_devices
 @pytest.mark.parametrize("name", DTYPES)
 def test_state_on_the_host_in_a_training_loop(device: str, name: str) -> None:
     plain, again = trained(device, **DTYPES[name]), trained(device, **DTYPES[name])
-    assert unlike(plain[1], again[1]) == [], "the backward pass itself has other bits at every run"
+    assert problem.differing(plain[1], again[1]) == [], "the backward pass itself has other bits at every run"
     with_state_on_host = trained(device, **DTYPES[name], state_device="cpu")
     assert with_state_on_host[0] == plain[0]
-    assert unlike(with_state_on_host[1], plain[1]) == []
+    assert problem.differing(with_state_on_host[1], plain[1]) == []
 
 
 # ---------------------------------------------------------------- QK-clip

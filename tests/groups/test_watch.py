@@ -454,7 +454,7 @@ def test_a_loop_over_time_takes_time_in_proportion() -> None:
 
         def count_looks(frame: Any, event: str, argument: Any) -> None:
             nonlocal looks
-            looks += event == "call" and frame.f_code.co_name in ("sources", "_weight", "<genexpr>")
+            looks += event == "call" and frame.f_code.co_name in ("sources", "weight_at", "<genexpr>")
 
         sys.setprofile(count_looks)
         try:

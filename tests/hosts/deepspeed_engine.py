@@ -39,10 +39,8 @@ from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import read_flats
-from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.step.connection import placed_members
 from tests.support import cases, problem
-from tests.support.reference import reference_step
 
 deepspeed.utils.logger.setLevel(logging.ERROR)
 # Collectives are gloo's: DeepSpeed would compile an extension for shared memory, which only inference uses.
@@ -757,29 +755,6 @@ def consolidated(config: dict[str, Any], folder: str) -> list[str]:
     engine.destroy()
     other.destroy()
     return wrong
-
-
-def oracle(config: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
-    """Largest distances from the fp64 oracle: of the engine and of one process."""
-    with beside(config, compute_dtype=dtype) as (engine, single):
-        settings: dict[str, dict[str, Any]] = {}
-        for group in single.optimizer.param_groups:
-            names, specs = group["param_names"], group.get("matrices") or [None] * len(group["params"])
-            for name, spec in zip(names, specs, strict=True):
-                settings[name] = {key: group[key] for key in ("algorithm", "lr", "weight_decay")}
-                if group["algorithm"] == "muon":
-                    coefficients = coefficient_schedule("polar_express", 5)
-                    settings[name] |= {"momentum": group["momentum"], "matrices": spec, "coefficients": coefficients}
-        exact, state = {name: value.double() for name, value in single.weights.items()}, {}
-        for step in range(STEPS):
-            step_both(engine, single, step)
-            gradients = {name: g for name, g in reduced(step, 1).items() if name in exact}
-            exact, state = reference_step(exact, gradients, state, settings)
-        engine_far, single_far = (
-            max(float((weight_set[name].double() - exact[name]).abs().max()) for name in exact)
-            for weight_set in (weights(engine), single.weights)
-        )
-    return engine_far, single_far
 
 
 # ---------------------------------------------------------------- tensor and expert parallelism

@@ -1,7 +1,7 @@
 """AReaL's own FSDP engine on two gloo ranks, with the file that replaces its AdamW: it trains, saves and loads.
 
 Real are the engine with its configuration, its CPU platform, FSDP2, packing, the loss of supervised fine-tuning,
-clipping, schedule and checkpoint. Not run: rollouts, the controller's worker processes, and tensor parallelism.
+tensor parallelism, clipping, schedule and checkpoint. Not run: rollouts, and the controller's worker processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def areal_engine(folder: str, *, type: str = "adam", per_layer: bool = False) -> Any:
+def areal_engine(folder: str, *, split: str = "fsdp:d2", type: str = "adam", per_layer: bool = False) -> Any:
     """Return AReaL's engine for supervised fine-tuning, as its trainer makes it in each process."""
     import areal_muon  # noqa: F401 - what the example's first line says to write
     from areal.api import FinetuneSpec, ModelAllocation
@@ -73,7 +73,7 @@ def areal_engine(folder: str, *, type: str = "adam", per_layer: bool = False) ->
         experiment_name="e",
         trial_name="t",
         path=folder,
-        backend="fsdp:d2",
+        backend=split,
         dtype="float32",
         attn_impl="sdpa",
         gradient_checkpointing=False,
@@ -81,7 +81,7 @@ def areal_engine(folder: str, *, type: str = "adam", per_layer: bool = False) ->
         fsdp=FSDPEngineConfig(per_layer_optim_step=per_layer),
     )
     engine = FSDPLMEngine(config)
-    engine.create_process_group(parallel_strategy=ModelAllocation.from_str("fsdp:d2").parallel)
+    engine.create_process_group(parallel_strategy=ModelAllocation.from_str(split).parallel)
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=16, train_batch_size=4))
     return engine
 
@@ -91,7 +91,7 @@ def stepped(engine: Any, steps: range) -> list[Given]:
     inputs: list[Given] = []
     engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
     for step in steps:
-        tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + engine.dp_rank))
         every = torch.ones_like(tokens)
         batch = {"input_ids": tokens, "attention_mask": every.bool(), "loss_mask": every}
         engine.train_lm([{name: values[[row]] for name, values in batch.items()} for row in range(2)])
@@ -99,12 +99,12 @@ def stepped(engine: Any, steps: range) -> list[Given]:
     return inputs
 
 
-def trained(folder: str, checkpoint: str) -> dict[str, Any]:
+def trained(folder: str, checkpoint: str, split: str) -> dict[str, Any]:
     import areal_muon
     from areal.api import SaveLoadMeta
 
     areal_muon.SETTINGS = {"momentum": 0.8, "compute_dtype": torch.float32}
-    engine = areal_engine(folder)
+    engine = areal_engine(folder, split=split)
     optimizer = engine.optimizer
     inputs = stepped(engine, range(2))
     meta = SaveLoadMeta(
@@ -113,7 +113,7 @@ def trained(folder: str, checkpoint: str) -> dict[str, Any]:
     engine.save(meta)
     inputs += stepped(engine, range(2, 4))[:2]
     after = weights(engine.model)
-    second = areal_engine(folder)
+    second = areal_engine(folder, split=split)
     second.load(meta)
     stepped(second, range(2, 4))
     muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
@@ -127,8 +127,11 @@ def trained(folder: str, checkpoint: str) -> dict[str, Any]:
     }
 
 
-def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
-    for result in pair.run(trained, folder, str(tmp_path), timeout=400):
+@pytest.mark.parametrize("split", ["fsdp:d2", "fsdp:d1t2"], ids=["FSDP2", "TP"])
+def test_the_engine_s_steps_are_those_of_a_plain_loop(
+    pair: workers.Pool, folder: str, tmp_path: Path, split: str
+) -> None:
+    for result in pair.run(trained, folder, str(tmp_path), split, timeout=400):
         assert result["muon"]
         assert result["matrices"] == 14
         assert result["plain loop"] == []

@@ -1,8 +1,9 @@
 """NeMo-RL's own DTensor policy worker on two gloo ranks, with the class that its configuration names.
 
-NeMo-RL is in no package: NEMO_RL is a checkout. Real are the worker with its configuration, FSDP2, its loss, its norm
-and clipping, its schedule and its checkpoint. Not run: Ray's processes, rollouts, and the second worker, which needs
-NeMo AutoModel's kernels; what that one gives an optimizer's class is tested here as well.
+NeMo-RL is in no package: NEMO_RL is a checkout. Real are the worker with its configuration, FSDP2, TP, its loss, norm
+and clipping, its schedule and its checkpoint. Not run: Ray's processes, rollouts, and the second worker (``_v2``). That
+needs NeMo AutoModel, whose 0.7.0 wants ``transformers.utils.hub.resolve_revision``; transformers 5.11 has it not, and
+NeMo-RL refuses 5.12. What the second worker gives an optimizer's class is tested.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def worker_of(folder: str, *checkpoint: str) -> Any:
+def worker_of(folder: str, tensor_parallel: int, *checkpoint: str) -> Any:
     """Return the worker, as Ray's actor makes it in its process."""
     import ray
     from nemo_rl.models.policy.workers.dtensor_policy_worker import DTensorPolicyWorkerImpl
@@ -69,7 +70,7 @@ def worker_of(folder: str, *checkpoint: str) -> Any:
         "cpu_offload": False,
         "sequence_parallel": False,
         "activation_checkpointing": False,
-        "tensor_parallel_size": 1,
+        "tensor_parallel_size": tensor_parallel,
         "context_parallel_size": 1,
         "custom_parallel_plan": None,
     }
@@ -104,24 +105,27 @@ def stepped(worker: Any, steps: range) -> list[Given]:
     inputs: list[Given] = []
     worker.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(worker.optimizer)))
     for step in steps:
-        tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        batch = {"input_ids": tokens, "input_lengths": torch.tensor([6, 6])}
-        masks = {"token_mask": torch.ones(2, 6), "sample_mask": torch.ones(2)}
+        replica = worker.dp_mesh.get_local_rank()
+        tokens = torch.randint(
+            64, (4 // worker.dp_size, 6), generator=torch.Generator().manual_seed(10 * step + replica)
+        )
+        batch = {"input_ids": tokens, "input_lengths": torch.full((len(tokens),), 6)}
+        masks = {"token_mask": torch.ones(len(tokens), 6), "sample_mask": torch.ones(len(tokens))}
         worker.train(BatchedDataDict({**batch, **masks}), NLLLossFn())
         worker.move_optimizer_to_device("cpu")  # as between training and rollouts
     return inputs
 
 
-def trained(folder: str, checkpoint: str) -> dict[str, Any]:
+def trained(folder: str, checkpoint: str, tensor_parallel: int) -> dict[str, Any]:
     with on_cpu():
-        worker = worker_of(folder)
+        worker = worker_of(folder, tensor_parallel)
         optimizer = worker.optimizer
         inputs = stepped(worker, range(2))
         paths = f"{checkpoint}/weights", f"{checkpoint}/optimizer"
         worker.save_checkpoint(*paths)
         inputs += stepped(worker, range(2, 4))[:2]
         after = weights(worker.model)
-        second = worker_of(folder, *paths)
+        second = worker_of(folder, tensor_parallel, *paths)
         stepped(second, range(2, 4))
         resumed = weights(second.model)
     settings = {**SETTINGS, "compute_dtype": torch.float32}
@@ -135,8 +139,11 @@ def trained(folder: str, checkpoint: str) -> dict[str, Any]:
     }
 
 
-def test_the_worker_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
-    for result in pair.run(trained, folder, str(tmp_path), timeout=400):
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["FSDP2", "TP"])
+def test_the_worker_s_steps_are_those_of_a_plain_loop(
+    pair: workers.Pool, folder: str, tmp_path: Path, tensor_parallel: int
+) -> None:
+    for result in pair.run(trained, folder, str(tmp_path), tensor_parallel, timeout=400):
         assert result["muon"]
         assert result["matrices"] == 14
         assert result["plain loop"] == []

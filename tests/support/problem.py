@@ -145,14 +145,14 @@ def hold(layout: str, values: dict[str, Tensor]) -> tuple[nn.Module, str | None]
     return model, None
 
 
-def holding(layout: str) -> layouts.Held:
+def holding(layout: str, seed: int = 0) -> layouts.Held:
     """Hold the parameters in a layout of any kind, by its name.
 
     A name of `hold`, of `layouts.MESHES` or `layouts.EIGHT` (DTensors, or with "declared" in front plain shards that
-    are declared), "flat", or "flat of tensor parallel".
+    are declared), "flat", or "flat of tensor parallel", which are cut by a seed.
     """
     if layout.startswith("flat"):
-        return layouts.flat(PARAMETERS, initial(), tensor_parallel=2 if "tensor" in layout else 1)
+        return layouts.flat(PARAMETERS, initial(), tensor_parallel=2 if "tensor" in layout else 1, seed=seed)
     meshes, name = layouts.MESHES | layouts.EIGHT, layout.removeprefix("declared ")
     if name in meshes:
         sizes, placements = meshes[name]
