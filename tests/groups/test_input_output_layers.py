@@ -336,6 +336,27 @@ def test_no_decay_where_a_model_or_a_parameter_says_so() -> None:
     assert next(g for g in overridden if "backbone.pos_embed" in g["param_names"])["weight_decay"] == 0.3
 
 
+def test_methods_of_the_same_names_with_arguments_are_no_answers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+
+        def get_classifier(self, classes: int) -> nn.Module:
+            return nn.Linear(8, classes)
+
+        def no_weight_decay(self, name: str) -> bool:
+            return name == "body.weight"
+
+        def no_weight_decay_keywords(self) -> None:
+            return None
+
+    groups = split_params(Model())
+    assert placed(groups)["body.weight"][0] == "muon"
+    assert placed(groups)["last.weight"][0] == "adamw.head"
+    assert undecayed(Model()) == {"body.bias", "last.bias"}
+
+
 class Pointwise(nn.Module):  # timm's MaxxVit, and what else holds q, k and v in a convolution with its norm
     def __init__(self) -> None:
         super().__init__()

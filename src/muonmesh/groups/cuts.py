@@ -53,7 +53,7 @@ def _pieces(node: Node, number: int, form: Form, hides: list[Node], deep: int = 
 
     What is only written into a state that the model returns has no parts: nothing is computed from it.
     """
-    users = [(user, position) for user, position, nr in node.users if nr == number]
+    users = node.by_output.get(number, [])
     whole, parts = not users, dict[Any, Form]()
     for user, position in users:
         if user.effect in CUTS:
@@ -140,12 +140,7 @@ def _joined(cuts: list[Node]) -> bool:
     Parts also count as joined if each is the same operand of a product of the same kind, and the results of these
     products are joined. The parts are then values of different heads.
     """
-    reached = [
-        _joins(cut, number)
-        for cut in cuts
-        for number in range(len(cut.outputs))
-        if any(nr == number for _, _, nr in cut.users)
-    ]
+    reached = [_joins(cut, number) for cut in cuts for number in cut.by_output]
     if len(reached) < 2:
         return False
     before = [{join for join, _, products in steps if not products} for steps in reached]
@@ -157,7 +152,7 @@ def _joined(cuts: list[Node]) -> bool:
 
 def _joins(cut: Node, number: int) -> set[_Step]:
     """Return the nodes that join an output of a cut with other tensors before a product with a weight reads it."""
-    todo: list[_Step] = [(user, position, ()) for user, position, nr in cut.users if nr == number]
+    todo: list[_Step] = [(user, position, ()) for user, position in cut.by_output[number]]
     met, joins = set[Node](), set[_Step]()
     while todo and len(met) < 50:
         node, position, products = todo.pop(0)

@@ -50,6 +50,11 @@ def last_layers(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
     clean: dict[Node, bool] = {}  # reaches an output without another product
     direct: dict[Node, bool] = {}  # reaches an output without another weight
     is_output: dict[Node, bool | None] = {}
+    weights = {
+        node: [place for place, edge in enumerate(node.below) if weight_at(edge)]
+        for node in order
+        if node.effect not in EACH
+    }
     for node in reversed(order):
         root = node in roots and not node.users
         reads, cleanly, directly = False, root, root
@@ -59,7 +64,7 @@ def last_layers(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
             elif any(product.reads is not None and product.reads[0] is node for product in user.products):
                 reads = True
             else:
-                fused = user.is_opaque or (user.effect not in EACH and any(map(weight_at, user.others(position))))
+                fused = user.is_opaque or any(place != position for place in weights.get(user, ()))
                 reads |= read[user] or fused
                 directly |= direct[user]
                 cleanly |= clean[user] and not fused and not user.is_product

@@ -66,8 +66,7 @@ def facts_of_graph(
         return _facts_of_nodes(order, roots, named, names), any(node.is_opaque for node in order)
     finally:  # nodes know each other, and would hold the graph until garbage is collected
         for node in order:
-            node.users.clear()
-            node.products.clear()
+            vars(node).clear()
 
 
 def _facts_of_nodes(

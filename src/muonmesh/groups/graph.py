@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -96,6 +96,14 @@ class Node:
     def outputs(self) -> Sequence[Any]:
         """What autograd knows of its outputs; it makes the list anew at each look, which takes long for thousands."""
         return cast(Sequence[Any], self.fn._input_metadata)
+
+    @cached_property
+    def by_output(self) -> Mapping[int, list[tuple[Node, int]]]:
+        """For each of its outputs that is read, the nodes that read it, with the place among their inputs."""
+        readers = defaultdict[int, list[tuple[Node, int]]](list)
+        for user, position, number in self.users:
+            readers[number].append((user, position))
+        return readers
 
     @property
     def is_product(self) -> bool:

@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils._pytree import tree_leaves
 
-from muonmesh.groups.parameter_sites import Kind, Matrices, Site, class_chain, class_of, global_shape, unwrapped
+from muonmesh.groups.parameter_sites import (
+    Kind,
+    Matrices,
+    Site,
+    answer_of,
+    class_chain,
+    class_of,
+    global_shape,
+    unwrapped,
+)
 
 InputOutputLayers = Mapping[int, tuple[Kind, str]]
 """Input and output layers by id, each with the kind of its group and the reason."""
@@ -122,10 +131,7 @@ def input_output_layers(model: nn.Module) -> InputOutputLayers:
     ends: dict[int, tuple[Kind, str]] = {}
     for module in model.modules():
         for method in ("get_output_embeddings", "get_classifier"):
-            try:
-                named = tree_leaves(getattr(module, method)())
-            except (AttributeError, NotImplementedError):  # no such method; a stage without the head; a backbone
-                continue
+            named = tree_leaves(answer_of(module, method))
             lists = (layer if isinstance(layer, nn.ModuleList) else [layer] for layer in named)
             for layer in (layer for layer in chain(*lists) if isinstance(layer, nn.Module)):
                 ends.setdefault(id(_final(layer)), ("head", f"output layer: {method}() of {class_of(module)}"))

@@ -135,6 +135,14 @@ def class_names(module: nn.Module, library: str = "") -> list[str]:
     return [kind.__name__ for kind in kinds if not library or kind.__module__.split(".")[0] == library]
 
 
+def answer_of(module: nn.Module, method: str) -> Any:
+    """Return what a module's method without arguments returns; None if it has none, or something else of this name."""
+    try:
+        return getattr(module, method)()
+    except (AttributeError, NotImplementedError, TypeError):  # a stage without the head, a backbone, another function
+        return None
+
+
 def is_traced(module: nn.Module) -> bool:
     """Whether a module has lost its class: by torch.export, also in a traced pipeline, or by torch.jit."""
     return not {"InterpreterModule", "ScriptModule"}.isdisjoint(class_names(module))

@@ -20,7 +20,7 @@ from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.facts import Facts
 from muonmesh.groups.known import TABLE, InputOutputLayers, Known, row_of
-from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, is_traced
+from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, answer_of, class_names, class_of, is_traced
 from muonmesh.layout.matrix import as_tuples, parts_of
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -122,8 +122,8 @@ def without_decay(site: Site) -> str | None:
     if getattr(site.parameter, "_no_weight_decay", False):
         return "_no_weight_decay"
     for module, key in site.keys:
-        exempt, parts = getattr(module, "no_weight_decay", None), getattr(module, "no_weight_decay_keywords", None)
-        if (callable(exempt) and key in exempt()) or (callable(parts) and any(part in key for part in parts())):
+        exempt, parts = answer_of(module, "no_weight_decay"), answer_of(module, "no_weight_decay_keywords")
+        if key in (exempt or ()) or any(part in key for part in parts or ()):
             return f"no_weight_decay() of {class_of(module)}"
     return "its name" if _NO_DECAY.search(site.name.lower()) else None
 
