@@ -203,6 +203,31 @@ def test_a_single_layer_is_no_model() -> None:
     assert halves(optimizer)["weight"] == "whole"
 
 
+class Several(nn.Module):
+    """Stacks of matrices that only a forward shows, because no module of torch holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(2, 16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack([x @ up @ down for up, down in zip(self.up, self.down, strict=True)]).sum(0)
+
+
+def test_a_model_whose_matrices_all_look_like_adamws_is_contradicted_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), Several(), nn.Linear(8, 16))
+    with pytest.warns(UserWarning, match=r"found 0 matrices for Muon.*write example=\(inputs,\)"):
+        optimizer = mm.from_model(model)
+    with pytest.raises(LayoutError, match=r"^1\.up: .*by which a forward multiplies, stored in × out") as caught:
+        trained(model, optimizer)
+    shown, guess = offered_overrides(str(caught.value))
+    for overrides, up in ((shown, ("stack", ("transposed", "whole"))), (guess, "adamw")):
+        optimizer = mm.from_model(model, overrides=overrides)
+        trained(model, optimizer)
+        assert halves(optimizer)["1.up"] == up
+
+
 def test_a_model_that_may_be_a_block_is_none_that_the_forward_contradicts() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = mm.from_model(model)

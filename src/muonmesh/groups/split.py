@@ -273,7 +273,8 @@ def split_params(
     if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
         warn(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
-            "trains all of them. print(split_params(model)) says why; write overrides={...} for what is a matrix"
+            "trains all of them. print(split_params(model)) says why; write example=(inputs,), so that a forward shows "
+            'which are matrices, or overrides={name: "muon"}'
         )
     guesses = [entry.name for entry in entries if entry.guessed]
     roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}

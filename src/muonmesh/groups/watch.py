@@ -125,7 +125,8 @@ class Watch:
                 reason = group["reasons"][i].replace(guess.reason, shown.reason, 1)
                 group["reasons"][i] = reason.replace("; a guess", "")
         trained = {name for name, (group, _) in places.items() if is_matrix_rule(group["algorithm"])}
-        if wrong and not trained <= wrong.keys():  # a single layer is no model: it would leave Muon nothing
+        gained = {name for name, (_, shown) in wrong.items() if shown.algorithm == "muon"}
+        if wrong and (gained or not trained <= wrong.keys()):  # a single layer is no model: it would leave Muon nothing
             problem = _message(wrong, places, "contradicts a guess, so no weight has been changed")
             return LayoutError(about(next(iter(wrong)), problem))
         if split:
