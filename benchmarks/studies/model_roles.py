@@ -56,6 +56,7 @@ EXPLAINED = [
     ),
     ("joined", r"gates", "both gates make one operand of a product"),
     ("cut", r"shortcut", "units of a later ReLU are dead for some rows"),
+    ("cut", r"mamba\.in_proj", "decays of some heads are rounded off for some rows (Falcon-H1)"),
     ("last", r"splinter_qass", "logits are products of what two layers make"),
     ("not last", r"start_logits", "also an output, by which states are chosen"),
     ("joined|cut", r"lstm|gru|rnn", "gates of one kernel of torch"),
@@ -80,14 +81,23 @@ def _stop(*_: Any) -> None:
 
 def small(name: str) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
     """Yield ways to build and run a class of transformers."""
+    errors: list[Exception] = []
     for factor in FACTORS:
         config, kind = zoo.small_config(name, factor), getattr(transformers, name)
-        with torch.device("meta"):
-            if sum(p.numel() for p in kind(config).parameters()) > LARGEST:
-                raise RuntimeError("too large")
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in kind(config).parameters())
+        except Exception as error:  # widths that its heads or groups do not divide
+            errors.append(error)
+            continue
+        if size > LARGEST:
+            errors.append(RuntimeError("too large"))
+            break
         model = zoo.ready(kind(config))
         for example in zoo.drawn(model):
             yield model, example
+    if errors:
+        raise errors[0]
 
 
 def results_of(outputs: Any) -> list[Tensor]:
@@ -105,6 +115,8 @@ def first_that_runs(makers: Iterable[tuple[nn.Module, Any]]) -> tuple[nn.Module,
             for parameter in model.parameters():
                 if parameter.dim() > 1:  # as drawn, many are zero, or too small to be seen behind others
                     parameter.normal_(0, 0.3 / max(1, parameter[0].numel()) ** 0.5)
+                elif 0 < parameter.abs().max() < 1e-2:  # the scale of a layer, behind which changes are rounded off
+                    parameter.fill_(0.5)
         influence = Influence(model, tree_leaves(example))
         try:
             with influence:
@@ -144,6 +156,53 @@ def judged(makers: Iterable[tuple[nn.Module, Any]], expected: set[Any] | None, h
             record["cut"] = sum("rows" in str(m) or "interleaved" in str(m) for m in matrices)
         elif expected is not None:
             break
+    return record
+
+
+def halves_and_cuts(groups: Any) -> dict[str, Any]:
+    """The half of each weight, and how Muon's are cut."""
+    return {
+        name: group["matrices"][i] if "matrices" in group else "adamw"
+        for group in groups
+        for i, name in enumerate(group["param_names"])
+    }
+
+
+def first_forward(makers: Iterable[tuple[nn.Module, Any]]) -> dict[str, Any]:
+    """What the first training forward says of the guesses of one model, and what differs when its lines are written.
+
+    "halves" and "cuts" count the weights whose guess differs from what an example shows, and "left" names those that
+    still differ in the end; input layers do not show in a training forward.
+    """
+    model, example, *_ = first_that_runs(makers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_example = split_params(model, example=example)
+    shown = halves_and_cuts(by_example)
+    record: dict[str, Any] = {"errors": 0, "warnings": 0}
+    overrides: dict[str, Any] = {}
+    model.train()
+    for attempt in range(6):
+        groups = split_params(model, overrides=overrides)
+        differing = {name: value for name, value in halves_and_cuts(groups).items() if value != shown[name]}
+        if attempt == 0:
+            record["halves"] = sum("adamw" in (value, shown[name]) for name, value in differing.items())
+            record["cuts"] = len(differing) - record["halves"]
+        if groups.watch is None:
+            break
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(model, example)
+            error = groups.watch.compare(groups, (), entire=True)
+        texts = [str(error)] if error else [str(w.message) for w in caught if "overrides=" in str(w.message)]
+        if not texts:
+            break
+        record["errors" if error else "warnings"] += 1
+        lines = re.search(r"Write overrides=(\{.*?\}), or overrides=", texts[0])
+        assert lines is not None
+        overrides |= eval(lines[1], {})
+    inputs = {n for group in by_example if group["name"].startswith("adamw.embeddings") for n in group["param_names"]}
+    record["left"] = sorted(set(differing) - inputs)
     return record
 
 
@@ -196,10 +255,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", action="append", help="names of classes, or LIBRARY/NAME of others")
     parser.add_argument("--seconds", type=float, default=6.0, help="for each model")
+    parser.add_argument(
+        "--first-forwards",
+        type=Path,
+        help="classes that agree are read from this file, of which 200 run a first forward",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     signal.signal(signal.SIGALRM, _stop)
+    if arguments.first_forwards:
+        print(json.dumps(first_forwards(arguments.first_forwards, arguments.seconds)))
+        return
     makers: dict[str, tuple[Callable[[], Any], bool]] = {name: (make, True) for name, make in MODELS.items()}
     names = [name for name in zoo.names() if zoo.is_model(name)]
     random.Random(0).shuffle(names)  # so that a part of them is a sample
@@ -229,6 +296,30 @@ def main() -> None:
         if arguments.only or records[name].get("with"):
             print(name, json.dumps(records[name]), flush=True)
     print(json.dumps(counts(records)))
+
+
+def first_forwards(path: Path, seconds: float) -> dict[str, Any]:
+    """Counts of what the first training forward says of 200 classes without an example."""
+    names = sorted(json.loads(path.read_text())["second run"]["agree"])
+    random.Random(5).shuffle(names)
+    totals: Counter[str] = Counter()
+    for name in names[:200]:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            record = first_forward(small(name))
+        except (Exception, _TooLongError):
+            totals["left out"] += 1
+            continue
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        totals["classes"] += 1
+        totals["classes that differ"] += bool(record["halves"] or record["cuts"])
+        totals["weights in the other half"] += record["halves"]
+        totals["weights cut otherwise"] += record["cuts"]
+        totals["errors"] += bool(record["errors"])
+        totals["warnings"] += bool(record["warnings"])
+        totals["classes with other differences in the end"] += bool(record["left"])
+    return dict(totals)
 
 
 def counts(records: dict[str, Any]) -> dict[str, Any]:

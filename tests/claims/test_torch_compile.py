@@ -93,6 +93,7 @@ def test_the_default_backend_takes_it_too() -> None:
 
 @pytest.mark.parametrize("compiled", ["step", "end"])
 def test_fullgraph_says_that_the_step_is_no_graph(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # what was compiled before has no frame to compile again
     net = layers()
     before = copy.deepcopy(net)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True))

@@ -26,7 +26,12 @@ from tests.support.reference import split
 from tests.support.workers import Pool
 
 COVERS = (
-    "groups.graph.facts_of_graph",
+    "groups.facts.facts_of_graph",
+    "groups.graph.nodes_behind",
+    "groups.forms.through",
+    "groups.products.learn",
+    "groups.ends.last_layers",
+    "groups.cuts.parts_made",
     "groups.example.facts_of_example",
 )
 
@@ -587,6 +592,64 @@ def test_a_layer_that_reads_sines_of_a_time_step_is_an_input_layer(steps: list[A
     example: Any = (torch.randn(2, 8), torch.tensor(steps))
     placed = roles(model, (lambda: model(*example).sum()) if function else example)
     assert placed == {"stem.weight": INPUT, "time.weight": INPUT, "out.weight": HEAD}
+
+
+def test_a_layer_that_reads_integer_boxes_once_for_all_blocks_is_an_input_layer() -> None:
+    """As in Bros: sines of coordinates, which meet the queries of each block."""
+
+    def forward(self: Any, ids: Tensor, boxes: Tensor) -> Tensor:
+        x, waves = self.embed(ids), torch.sin(boxes * 0.1)
+        places = self.places(waves)
+        for block in self.blocks:
+            q = block["q"](x)
+            x = x + block["proj"](torch.softmax(q @ places.mT, -1) @ block["v"](x))
+        out: Tensor = self.out(x)
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in ("q", "v", "proj")}
+    blocks = nn.ModuleList(nn.ModuleDict(copy.deepcopy(layers)) for _ in range(2))
+    model = Calls(forward, embed=nn.Embedding(9, 16), places=nn.Linear(4, 16), blocks=blocks, out=nn.Linear(16, 9))
+    placed = roles(model, (*IDS, torch.arange(40).view(2, 5, 4)))
+    hidden = {f"blocks.{i}.{name}.weight": "whole" for i in range(2) for name in layers}
+    assert placed == {"embed.weight": INPUT, "places.weight": INPUT, "out.weight": HEAD} | hidden
+
+
+def test_keys_and_values_of_a_text_in_each_block_are_hidden() -> None:
+    def forward(self: Any, ids: Tensor, text: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block["proj"](attention(block["q"](x), *block["kv"](text).chunk(2, -1)))
+        out: Tensor = self.out(x)
+        return out
+
+    layers = {"q": nn.Linear(16, 16), "kv": nn.Linear(12, 32), "proj": nn.Linear(16, 16)}
+    blocks = nn.ModuleList(nn.ModuleDict(copy.deepcopy(layers)) for _ in range(2))
+    placed = roles(
+        Calls(forward, embed=nn.Embedding(9, 16), blocks=blocks, out=nn.Linear(16, 9)), (*IDS, torch.randn(2, 7, 12))
+    )
+    assert placed["blocks.0.kv.weight"] == placed["blocks.1.kv.weight"] == ("rows", 16, 16)
+
+
+def test_a_layer_that_refines_what_a_deep_layer_made_makes_an_output() -> None:
+    """As the postnet of SpeechT5 and Tacotron; a residual stream, which begins at an input layer, is none."""
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        spectrum = self.spectrum(F.relu(self.mid(self.embed(ids))))
+        out: Tensor = spectrum + self.last(torch.tanh(self.first(spectrum)))
+        return out
+
+    layers = {"mid": nn.Linear(16, 16), "spectrum": nn.Linear(16, 4), "first": nn.Linear(4, 16)}
+    model = Calls(forward, embed=nn.Embedding(9, 16), last=nn.Linear(16, 4), **layers)
+    assert roles(model, IDS)["last.weight"] == HEAD
+    assert roles(model, IDS)["spectrum.weight"] == "whole"
+
+    def stream(self: Any, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        out: Tensor = x + self.down(F.relu(self.up(x)))
+        return out
+
+    headless = Calls(stream, embed=nn.Embedding(9, 16), up=nn.Linear(16, 32), down=nn.Linear(32, 16))
+    assert roles(headless, IDS) == {"embed.weight": INPUT, "up.weight": "whole", "down.weight": "whole"}
 
 
 def test_a_layer_that_reads_tokens_by_one_hot_is_an_input_layer() -> None:

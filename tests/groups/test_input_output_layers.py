@@ -13,7 +13,7 @@ from muonmesh.groups import ParamGroups, split_params
 from tests.support.dataflow import Flow, flow
 from tests.support.zoo import numbers_on_meta
 
-COVERS = ("groups.input_output_layers.input_output_layers",)
+COVERS = ("groups.known.input_output_layers",)
 
 
 def small(name: str, **settings: Any) -> nn.Module:

@@ -57,7 +57,6 @@ KNOWN: list[tuple[str, str, str]] = [
         r"relative_k_proj|linear_pos\b|continuous_position_bias_mlp",
         "reads fixed positions, in each block: a hidden matrix of the block",
     ),
-    ("first", r"bbox_embeddings\.bbox_projection", "reads sines of boxes, which are integers in this forward"),
     (
         "first",
         r"(decoder|lstm|rnn|cell)\..*weight_hh|hidden_to_hidden|\.rnn\.",
@@ -93,7 +92,6 @@ KNOWN: list[tuple[str, str, str]] = [
         r"entity_linker|splinter_qass|global_pointer|mask_query_head|encoder_mask_output|class_head\.dense0",
         "factors of a product",
     ),
-    ("last", r"speech_decoder_postnet", "the postnet reads the spectrum that is also an output, and adds to it"),
     ("last", r"(bbox_embed|class_embed|enc_bbox_head)\.", "PPDocLayoutV4's: eight numbers, as a block may make too"),
     ("last", r"cls\.predictions\.transform", "the head's weight is two parameters side by side"),
     ("last", r"feature_extractor", "its result is what a loss reads, and the logits are made of it"),

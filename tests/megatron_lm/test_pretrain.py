@@ -81,11 +81,17 @@ def test_a_format_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     assert "found ckpt_format='torch'; needed 'torch_dist'" in log
 
 
+def whole_saves() -> str:
+    """Return the option by which one rank of each replica writes a checkpoint; 0.19 has renamed it."""
+    settings = Path(os.environ["MEGATRON_LM"]) / "megatron/training/config/training_config.py"
+    renamed = settings.is_file() and "--no-ckpt-fully-parallel-save" in settings.read_text()
+    return "--no-ckpt-fully-parallel-save" if renamed else "--disable-ckpt-fully-parallel-save"
+
+
 def test_arguments_about_resuming(tmp_path: Path) -> None:
     """Rates of the checkpoint or of this run, with and without the optimizer's state, and ways to read and write it."""
     load = f"--load {tmp_path}/saved --ckpt-step 3 --lr 0.005 --min-lr 0.0005"
-    files = "--ckpt-fully-parallel-load --disable-ckpt-fully-parallel-save --dist-ckpt-strictness raise_all"
-    files += " --disable-gloo-process-groups"
+    files = f"--ckpt-fully-parallel-load {whole_saves()} --dist-ckpt-strictness raise_all --disable-gloo-process-groups"
     (codes, whole, log), overridden, kept_run, new, finetuned, read = pretrain(
         tmp_path,
         f"--save {tmp_path}/saved --save-interval 3 --exit-interval 4",

@@ -246,7 +246,7 @@ def differences(
 
 def _misfits(before: Influence, name: str, weight: Tensor, spec: Any, forward: Callable[[], Any]) -> Iterator[str]:
     """Yield "cut" if rows of one matrix reach other places than its others, "joined" if two matrices' rows do not."""
-    stacked, inner = weight.dim() == 3, spec
+    stacked, inner = weight.dim() == 3 and "flatten" not in (spec, spec[0]), spec  # or the kernel of a convolution
     if stacked:
         inner = spec[1] if isinstance(spec, tuple) else "whole"
     if isinstance(inner, tuple) and inner[0] == "flatten":

@@ -87,8 +87,9 @@ def _narrow(config: Any, factor: int) -> None:
         elif key in ("chunk_size", "mamba_chunk_size") and isinstance(value, int):
             setattr(config, key, min(value, 8))
         elif key == "vocab_size" and isinstance(value, int) and value > 384:
-            special = [v for k, v in vars(config).items() if k.endswith("token_id") and isinstance(v, int)]
-            config.vocab_size = 384 if max(special, default=0) < 384 else value
+            config.vocab_size = 384
+        elif key.endswith("token_id") and isinstance(value, int) and value >= 384:
+            setattr(config, key, 300 + value % 80)  # none of those that `drawn` draws
         elif _WIDTH.search(key) and not _NO_WIDTH.search(key):
             many = value if isinstance(value, list | tuple) else [value]
             divided = [v // factor if type(v) is int and v >= 32 and v % factor == 0 else v for v in many]

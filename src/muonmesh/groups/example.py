@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from muonmesh.errors import called, explain_error
-from muonmesh.groups.graph import Facts, facts_of_graph
+from muonmesh.groups.facts import Facts, facts_of_graph
 from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.numerics.kernels.threads import plain_modes
 
@@ -131,11 +131,15 @@ def _read(model: nn.Module, runs: nn.Module, forward: Callable[[], Any]) -> dict
     return {id(parameters[name]): attributes for name, attributes in facts.items()}
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.uint8)
+
+
 class _Inputs(TorchFunctionMode):
     """A mode in which a model's inputs require gradients, so that the graph shows where they are read.
 
-    Integers cannot require them. What is made of time steps, which are integer inputs of at most one dim, or by
-    `one_hot`, counts as an input where it becomes floating point. Tokens, positions and masks have more dims.
+    Integers cannot require them. What is made of time steps, coordinates and colors, which are integer inputs of other
+    than two dims, or by `one_hot`, counts as an input where it becomes floating point. Tokens, positions and masks have
+    two dims.
 
     Attributes:
         tensors: The tensors that require gradients.
@@ -144,7 +148,7 @@ class _Inputs(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        self._steps: dict[int, Tensor] = {}  # by id; held, so that no other tensor gets the same
+        self._numbers: dict[int, Tensor] = {}  # by id; held, so that no other tensor gets the same
 
     def ask(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the inputs of a module, as a hook before its forward."""
@@ -157,8 +161,8 @@ class _Inputs(TorchFunctionMode):
         value = value.clone()
         if value.is_floating_point():
             return self._leaf(value)
-        if value.dim() < 2 and value.dtype in (torch.int64, torch.int32):
-            self._steps[id(value)] = value
+        if value.dim() != 2 and value.dtype in _INTEGERS:
+            self._numbers[id(value)] = value
         return value
 
     def _leaf(self, value: Tensor) -> Tensor:
@@ -167,11 +171,11 @@ class _Inputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = func is torch.nn.functional.one_hot or any(id(value) in self._steps for value in args)
+        read = func is torch.nn.functional.one_hot or any(id(value) in self._numbers for value in args)
         if not isinstance(result, Tensor) or not read:
             return result
-        if result.dtype in (torch.int64, torch.int32):
-            self._steps[id(result)] = result
+        if result.dtype in _INTEGERS:
+            self._numbers[id(result)] = result
         elif result.is_floating_point() and not result.requires_grad:
             return self._leaf(result)
         return result

@@ -121,13 +121,18 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def class_names(module: nn.Module, library: str = "") -> list[str]:
-    """Return the names of the module's classes, most derived first (`fully_shard` adds a class of its own in front).
+def class_chain(module: nn.Module) -> list[type]:
+    """Return the classes of a module, most derived first, without mixins that are no modules."""
+    return [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
 
-    Mixins that are no modules are left out. If `library` is given, classes outside this package are left out too.
+
+def class_names(module: nn.Module, library: str = "") -> list[str]:
+    """Return the names of a module's classes, most derived first (`fully_shard` adds a class of its own in front).
+
+    If `library` is given, classes outside this package are left out.
     """
-    modules = (c for c in type(module).__mro__ if issubclass(c, nn.Module))
-    return [c.__name__ for c in modules if not library or c.__module__.split(".")[0] == library]
+    kinds = class_chain(module)
+    return [kind.__name__ for kind in kinds if not library or kind.__module__.split(".")[0] == library]
 
 
 def is_traced(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Roles: decides for each parameter whether it is a matrix for Muon, or which kind of parameter of AdamW.
 
-The types and attributes of modules and the shapes decide. A parameter's name decides only if nothing else does, and the
-reason says so.
+What a module or a classifier states comes first, then what a forward showed, then what is known of classes and names.
+Where no forward was read, the role is a guess, and its reason says so.
 """
 
 from __future__ import annotations
@@ -15,34 +15,22 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
 
 from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
-from muonmesh.groups.fused import count_of, is_turned, known_cut
-from muonmesh.groups.graph import Facts
-from muonmesh.groups.input_output_layers import InputOutputLayers, features_of
-from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, global_shape, is_traced
-from muonmesh.layout.matrix import as_tuples
+from muonmesh.groups.facts import Facts
+from muonmesh.groups.known import TABLE, InputOutputLayers, Known, row_of
+from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, class_names, class_of, is_traced
+from muonmesh.layout.matrix import as_tuples, parts_of
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
 """If a parameter is shared under several names with different roles, the first of these kinds counts."""
 
-# A pattern of "class around/class:name" with all base classes, the kind for AdamW, and the reason; the first counts.
-_NAMES: tuple[tuple[str, Kind, str], ...] = (
-    (r"/[^:]*Norm(Gated|\dd)?\b[^:]*:", "vectors", "norm"),
-    (r"(^|[._:])lora_", "matrices", "factor of a LoRA pair: Muon's update is meant for their product"),
-    (r"/(?![^:]*\b(Linear|_ConvNd)\b)[^:]*Embed[^:]*:", "embeddings", "embedding"),
-    (r"(Router|Gating|TopKGate|MoEGate)[^:]*:|[._:]router\.weight$", "matrices", "router of experts"),
-)
-# Names of parameters that unknown modules hold, and that are no matrices.
-_TABLE = re.compile(
-    r"(^|_)(pos|position|positional|embed|embeddings?|emb|tokens?|query|queries|latents?|probe|table|bias(es)?|d"
-    r"|gate|scale|gamma|beta|a_log|dt|sinks?|prompt|prefix|codebook|codevectors|mask|cls|registers?|level)(_|$)",
-    re.IGNORECASE,
-)
 # Names that the Trainer of transformers exempts from decay, and A of state spaces, whose mark wrappers may drop.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)|(^|\.)a_log$")
+_UNSEEN = Facts()
+"""What is known of a parameter without a forward."""
+
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts")
 
 
@@ -55,11 +43,12 @@ def role(site: Site, layers: InputOutputLayers, facts: Facts | None = None) -> R
         ValueError: the parameter is flattened, uninitialized or from a traced module, so its role cannot be found.
     """
     _refuse_unknowable(site)
-    decided = _declared(site) or classified(site) or _adapter(site) or _named(site)
-    decided = decided or _end(site, layers, facts) or _vector(site) or _computed(site, facts)
+    forward_facts, row = facts or _UNSEEN, row_of(site)
+    decided = _declared(site) or classified(site) or _adapter(site) or _of_adamw(site, row)
+    decided = decided or _end(site, layers, forward_facts) or _no_matrix(site, forward_facts)
     if decided is not None:
         return decided
-    decided = _layer(site, facts) or _expert(site, facts) or _bare(site, facts)
+    decided = _layer(site, forward_facts, row) or _stack(site, forward_facts, row) or _bare(site, forward_facts, row)
     return decided if decided.algorithm == "muon" else replace(decided, guess=facts is None)
 
 
@@ -153,45 +142,41 @@ def _declared(site: Site) -> Role | None:
 
 def _adapter(site: Site) -> Role | None:
     """Return the role of what an adapter of PEFT adds beside or in place of a layer."""
-    inner = site.key
-    for name, module in site.owners:
-        if inner != "modules_to_save" and inner in (getattr(module, "adapter_layer_names", None) or ()):
-            rows = isinstance(getattr(module, "base_layer", None), nn.Embedding)
-            kind: Kind = "vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices"
-            reason = f"{inner} of the adapter {class_of(module)}: the matrix that acts is computed from it"
-            return _adamw(kind, reason, site)
-        inner = name
-    return None
-
-
-def _named(site: Site) -> Role | None:
-    """Return the role of a parameter whose class or name tells it."""
-    around = ["|".join(class_names(module)) for _, module in site.owners[1::-1]]
-    text = f"{'/'.join(['', *around][-2:])}:{site.name}"
-    matching = next(((kind, reason) for pattern, kind, reason in _NAMES if re.search(pattern, text)), None)
-    if matching is None:
+    if {"base_layer", "modules_to_save"} & {site.key, *(name for name, _ in site.owners)}:
         return None
-    kind, reason = matching
+    adapter = next((module for _, module in site.owners if hasattr(module, "adapter_layer_names")), None)
+    if adapter is None:
+        return None
+    reason = f"of the adapter {class_of(adapter)}: the matrix that acts is computed from it"
+    rows = isinstance(getattr(adapter, "base_layer", None), nn.Embedding)
+    return _adamw("vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices", reason, site)
+
+
+def _of_adamw(site: Site, row: Known | None) -> Role | None:
+    """Return the role of a parameter whose class or name tells that it is AdamW's."""
+    if row is None or row.adamw is None:
+        return None
     table = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
-    if kind != "vectors" and not table and not _is_matrix(site.shape):
+    if row.adamw != "vectors" and not table and not _is_matrix(site.shape):
         return None
-    return _adamw(kind, f"{reason} ({class_of(site.module)})", site)
+    return _adamw(row.adamw, f"{row.reason} ({class_of(site.module)})", site)
 
 
-def _end(site: Site, layers: InputOutputLayers, facts: Facts | None) -> Role | None:
+def _end(site: Site, layers: InputOutputLayers, facts: Facts) -> Role | None:
     if len(site.shape) < 2:
         return None
     layer = next((layers[id(m)] for _, m in site.owners if id(m) in layers), None)
-    if facts is not None and facts.does == "multiplies":
+    shown = facts.does is not None
+    if facts.does == "multiplies":
         if facts.last:
             layer = "head", "output layer: in a forward, no other layer reads what it makes"
         elif facts.first:
             layer = "embeddings", "input layer: in a forward, it reads the model's inputs"
-        elif layer is not None and (facts.last if layer[0] == "head" else facts.first) is False:
-            layer = None
+        elif layer is not None:
+            shown = False
+            layer = None if (facts.last if layer[0] == "head" else facts.first) is False else layer
     if layer is None or (layer[0] == "embeddings" and not _is_matrix(site.shape)):
         return None
-    shown = facts is not None and (facts.does != "multiplies" or facts.last or facts.first)
     return replace(_adamw(*layer, site), guess=not shown)
 
 
@@ -199,22 +184,27 @@ def _is_matrix(shape: tuple[int, ...]) -> bool:
     return sum(size > 1 for size in shape) > 1
 
 
-def _vector(site: Site) -> Role | None:
+def _no_matrix(site: Site, facts: Facts) -> Role | None:
+    """Return the role of a vector, a table, or what another matrix is computed from."""
     if len(site.shape) < 2:
         return _adamw("vectors", "bias" if "bias" in site.key else "vector", site)
     if not _is_matrix(site.shape):
         return _adamw("vectors", f"vector: only one dim of {site.shape} is larger than 1", site)
-    return None
-
-
-def _computed(site: Site, facts: Facts | None) -> Role | None:
-    if facts is not None and facts.does == "computed":
-        reason = "in a forward, the matrix that acts is computed from it"
-    elif any(isinstance(m, ParametrizationList) for _, m in site.owners[:2]):
+    if any("ParametrizationList" in class_names(module) for _, module in site.owners[:2]):
         reason = "behind torch.nn.utils.parametrize: the matrix that acts is computed from it"
-    else:
-        return None
-    return _adamw("matrices", reason, site)
+        return _adamw("matrices", reason, site)
+    if facts.does == "computed":
+        return _adamw("matrices", "in a forward, the matrix that acts is computed from it", site)
+    if facts.does in ("looked up", "added"):
+        how = "looks rows of it up" if facts.does == "looked up" else "adds it to activations"
+        return _adamw("embeddings", f"a table of {class_of(site.module)}: a forward {how}", site)
+    groups = getattr(site.module, "groups", 1) if isinstance(site.module, _ConvNd) else facts.groups
+    if groups > 1:
+        kind = "depthwise" if groups == site.shape[0] else f"{groups} groups:"
+        return _adamw("matrices", f"{kind} convolution: many small filters, not one matrix", site)
+    if isinstance(site.module, _ConvTransposeNd):
+        return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
+    return None
 
 
 def _experts(module: nn.Module) -> set[int]:
@@ -224,85 +214,78 @@ def _experts(module: nn.Module) -> set[int]:
     return numbers | {len(listed)} if isinstance(listed, nn.ModuleList) else numbers
 
 
-def _layer(site: Site, facts: Facts | None) -> Role | None:
-    """Return the role of the weight of a convolution or of a linear layer of any library."""
-    module, shape, features = site.module, site.shape, features_of(site.module)
-    if isinstance(module, _ConvNd):
-        if module.groups > 1:
-            kind = "depthwise" if module.groups == module.in_channels else f"{module.groups} groups:"
-            return _adamw("matrices", f"{kind} convolution: many small filters, not one matrix", site)
-        if isinstance(module, _ConvTransposeNd):
-            return _adamw("matrices", "transposed convolution, stored in × out × kernel", site)
-        return _matrix("convolution", site, facts)
-    if features is None or site.key != "weight" or shape not in (features, features[::-1]):
+def _layer(site: Site, facts: Facts, row: Known | None) -> Role | None:
+    """Return the role of the weight of a convolution or of a linear layer."""
+    if isinstance(site.module, _ConvNd):
+        return _matrix("convolution", site, facts, row)
+    linear = isinstance(site.module, nn.Linear)
+    if site.key != "weight" or len(site.shape) != 2 or not (linear or "Conv1D" in class_names(site.module)):
         return None
-    if isinstance(module, nn.Linear):
-        around = next((m for _, m in site.owners[:2] if module.out_features in _experts(m)), None)
-        if around is not None:
-            return _adamw("matrices", f"router: one output for each expert of {class_of(around)}", site)
-    return _matrix("linear", site, facts, "Conv1D" in class_names(module) or shape != features)
+    around = next((m for _, m in site.owners[:2] if linear and site.shape[0] in _experts(m)), None)
+    if around is not None:
+        return _adamw("matrices", f"router: one output for each expert of {class_of(around)}", site)
+    return _matrix("linear", site, facts, row)
 
 
-def _expert(site: Site, facts: Facts | None) -> Role | None:
-    """Return the role of a stack of experts in a module that has no other layers, or of their biases."""
-    module, shape = site.module, site.shape
-    if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
-        return None
-    if len(shape) == 3:
-        return _matrix("experts, one matrix each", site, facts, is_turned(module))
-    stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
-    if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
-        return _adamw("vectors", "biases of experts, one each", site)
-    return None
+def _stack(site: Site, facts: Facts, row: Known | None) -> Role | None:
+    """Return the role of a stack of experts, one matrix each."""
+    module = site.module
+    is_stack = site.shape[0] in _experts(module) or any("Expert" in name for name in class_names(module))
+    return _matrix("experts, one matrix each", site, facts, row) if is_stack and len(site.shape) == 3 else None
 
 
-def _bare(site: Site, facts: Facts | None) -> Role:
+def _bare(site: Site, facts: Facts, row: Known | None) -> Role:
     """Return the role of a parameter of a module that is not known."""
-    holder, shape, table = class_of(site.module), site.shape, _TABLE.search(site.key)
-    description, fused = f"a parameter of {holder}", known_cut(site, shape[0])
-    if len(shape) == 2 and (fused.cut or fused.certain):
-        return _matrix(description, site, facts)
-    if facts is not None and facts.does == "looked up":
-        return _adamw("embeddings", f"a table of {holder}: a forward looks rows of it up", site)
-    if facts is not None and facts.does == "added":
-        return _adamw("embeddings", f"a table of {holder}: a forward adds it to activations", site)
-    if facts is not None and facts.groups > 1:
-        return _adamw("matrices", "many small filters of a convolution in groups, not one matrix", site)
-    if facts is not None and facts.stored is not None and shape[0] > 1 and not table:
-        return _matrix(f"{description}, by which a forward multiplies", site, facts)
-    if shape[0] == 1 or (len(shape) == 2 and table):
-        return _adamw("embeddings", f"{description}; going by its name or shape, a table and no matrix", site)
+    holder, shape = f"a parameter of {class_of(site.module)}", site.shape
+    named = len(shape) == 2 and row is None and TABLE.search(site.key)
+    if shape[0] == 1 or named:
+        return _adamw("embeddings", f"{holder}; going by its name or shape, a table and no matrix", site)
+    if facts.stored is not None:
+        return _matrix(f"{holder}, by which a forward multiplies", site, facts, row)
     if len(shape) == 2:
-        return _matrix(f"{description}, which is not known: taken as one matrix, out × in", site, facts)
-    reason = f"{description}, which is not known: {len(shape)} dims do not tell which are matrices"
-    return _adamw("matrices", reason, site)
+        return _matrix(f"{holder}, which is not known: taken as one matrix, out × in", site, facts, row)
+    return _adamw("matrices", f"{holder}, which is not known: {len(shape)} dims do not tell which are matrices", site)
 
 
-def _matrix(description: str, site: Site, facts: Facts | None, transposed: bool = False) -> Role:
+def _matrix(description: str, site: Site, facts: Facts, row: Known | None) -> Role:
     """Return the role of a weight that is a matrix or a stack of them.
 
     A cut that a forward shows counts, unless something in it hides further cuts and the class of the module tells them.
-
-    Args:
-        description: What the weight is, for the reason.
-        site: The parameter.
-        facts: What a forward showed of it.
-        transposed: Whether it is stored in × out, unless the forward shows it.
     """
-    if facts is not None and facts.stored is not None:
+    transposed = bool({"Conv1D", "Llama4TextExperts"} & {*class_names(site.module)})
+    transposed = transposed or bool(getattr(site.module, "is_transposed", False))  # experts of transformers
+    if facts.stored is not None:
         transposed = facts.stored == "in×out"
-    kernel = isinstance(site.module, _ConvNd) or (facts is not None and facts.groups == 1)
+    kernel = isinstance(site.module, _ConvNd) or facts.groups == 1
     rows = site.shape[-1 if transposed else -2 if len(site.shape) == 3 and not kernel else 0]
-    cut, parts, certain = known_cut(site, rows)
-    shown = 1 if facts is None or certain else count_of(facts.cut, rows)
-    if facts is not None and shown > 1 and not (facts.hidden and count_of(cut, rows) > shown):
+    cut, parts, certain = _known_cut(site, row, rows), row.reason if row else "", row is not None and row.certain
+    shown = 1 if certain else _count_of(facts.cut, rows)
+    if shown > 1 and not (facts.hidden and _count_of(cut, rows) > shown):
         cut, parts = facts.cut, f"a forward cuts its output into {shown} parts"
     notes = f", fused: {parts}" if cut else ""
     spec: Matrices = ("transposed", cut or "whole") if transposed else cut or "whole"
     matrices = by_shape(site.shape, spec, kernel=kernel or len(site.shape) > 3)
     notes += ", stored in × out" if transposed else ""
-    doubtful = not certain and facts is not None and facts.cut is None
-    if doubtful and facts is not None:
+    guess = not certain and facts.cut is None
+    if guess and facts is not _UNSEEN:
         hides = "an operation that reads what it makes hides" if facts.hidden else "a forward does not show"
         notes += f"; {hides} whether it is fused"
-    return Role("muon", "matrices", description + notes, matrices, guess=not certain and (facts is None or doubtful))
+    return Role("muon", "matrices", description + notes, matrices, guess=guess)
+
+
+def _known_cut(site: Site, row: Known | None, rows: int) -> Matrices | None:
+    """Return how the table splits the rows of a weight out × in; None: it does not, or the sizes do not fit."""
+    cut = 1 if row is None else row.cut
+    if isinstance(cut, int):
+        cut = "whole" if rows % cut else ("rows", *[rows // cut] * cut)
+    elif callable(cut):
+        cut = cut(site)
+    return cut if _count_of(cut, rows) > 1 else None
+
+
+def _count_of(cut: Matrices | None, rows: int) -> int:
+    """Return the number of matrices in a split of the rows of a weight; 0 if it does not fit."""
+    try:
+        return len(parts_of("", (rows, 1), cut or "whole"))
+    except ValueError:
+        return 0

@@ -13,8 +13,8 @@ from torch import nn
 
 from muonmesh.errors import about, called, escaped, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
-from muonmesh.groups.graph import Facts
-from muonmesh.groups.input_output_layers import input_output_layers
+from muonmesh.groups.facts import Facts
+from muonmesh.groups.known import input_output_layers
 from muonmesh.groups.parameter_sites import Matrices, Role, Site, global_shape, is_traced, shared_sites, unwrapped
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
 from muonmesh.groups.watch import Watch
@@ -236,9 +236,12 @@ def split_params(
     (https://kellerjordan.github.io/posts/muon/).
     """
     _check_module(model)
-    base = {"muon": _settings("muon", muon), "adamw": _settings("adamw", adamw)}
-    for half, defaults in base.items():
-        _check_read(f"{half}=", defaults, [half])
+    base: dict[str, dict[str, Any]] = {}
+    for half, values in (("muon", muon), ("adamw", adamw)):
+        write = "Write it in overrides={...} where a parameter is meant"
+        settings = _settings(f"{half}=", {} if values is None else values, _RESERVED | {"algorithm", "matrices"}, write)
+        base[half] = own_names(f"{half}=", settings) if half == "adamw" else settings
+        _check_read(f"{half}=", base[half], [half])
     facts = None if example is None else facts_of_example(model, example)
     entries, frozen = _entries(model, facts)
     _override(entries, frozen, overrides)
@@ -298,23 +301,16 @@ def _check_module(model: Any) -> None:
         raise TypeError(explain_error(called("split_params"), problem, "a torch.nn.Module", "Pass the model"))
 
 
-def _settings(algorithm: str, values: Any) -> dict[str, Any]:
-    """Return the settings of a half as a dict."""
-    if not isinstance(values, Mapping | None):
-        write = f'Write {algorithm}={{"lr": ...}}'
-        raise TypeError(explain_error(called("split_params"), f"{algorithm}={values!r}", "settings by name", write))
-    settings = dict(values or {})
-    write = "Write it in overrides={...} where a parameter is meant"
-    _check_names(f"{algorithm}=", settings, _RESERVED | {"algorithm", "matrices"}, write)
-    return own_names(f"{algorithm}=", settings) if algorithm == "adamw" else settings
-
-
-def _check_names(source: str, settings: Mapping[Any, Any], reserved: Collection[str], write: str) -> None:
-    """Raise a ValueError for a key that is no setting of a group."""
-    for key in settings:
+def _settings(source: str, values: Any, reserved: Collection[str], write: str) -> dict[str, Any]:
+    """Return settings as a dict, after a check that each key may be a setting of a group."""
+    if not isinstance(values, Mapping):
+        form = 'Write a dict such as {"lr": 6e-4}, or call requires_grad_(False) on a parameter to freeze it'
+        raise TypeError(explain_error(source, repr(values), "a dict of settings", form))
+    for key in values:
         if not isinstance(key, str) or key in reserved:
             needed = 'settings such as "lr": the rest is decided parameter by parameter'
-            raise ValueError(explain_error(called("split_params"), f"{key!r} in {source}", needed, write))
+            raise ValueError(explain_error(source, repr(key), needed, write))
+    return dict(values)
 
 
 def _entries(model: nn.Module, facts_by_id: Mapping[int, Facts] | None) -> tuple[list[_Entry], dict[str, str]]:
@@ -403,23 +399,15 @@ def _settings_of(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
         raise TypeError(explain_error(source, f"the key {key!r}", "a string", write))
-    base, freeze = ("muon", "adamw"), "or call requires_grad_(False) on a parameter to freeze it"
-    settings = {"algorithm": value} if isinstance(value, str) else value
-    if not isinstance(settings, Mapping):
-        write = f'Write {{{key!r}: {{"lr": ...}}}}, {freeze}'
-        raise TypeError(explain_error(source, repr(value), '"muon", "adamw" or a dict of settings', write))
+    settings = _settings(source, {"algorithm": value} if isinstance(value, str) else value, _RESERVED, "Remove it")
     algorithm = settings.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):
-        problem, others = (
-            f"the algorithm {settings['algorithm']!r}",
-            ", ".join(f'"{n}"' for n in RULES if n not in base),
-        )
+        others = ", ".join(f'"{name}"' for name in RULES if name not in ("muon", "adamw"))
+        close = difflib.get_close_matches(str(algorithm), RULES, 1) or ["muon"]
         needed = f'"muon" or "adamw", or another rule: {others}'
-        close = difflib.get_close_matches(str(algorithm), RULES, 1)
-        write = f"Write {{{key!r}: {close[0]!r}}}" if close else f"Write {{{key!r}: 'muon'}}, {freeze}"
-        raise ValueError(explain_error(source, problem, needed, write))
-    _check_names(source, settings, _RESERVED, "Remove it")
-    return dict(settings)
+        write = f"Write {{{key!r}: {close[0]!r}}}, or call requires_grad_(False) on a parameter to freeze it"
+        raise ValueError(explain_error(source, f"the algorithm {algorithm!r}", needed, write))
+    return settings
 
 
 def _refuse_unmatched(key: str, names: Collection[str], frozen: Collection[str]) -> NoReturn:

@@ -13,8 +13,8 @@ from torch import nn
 
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.example import tensors_in
-from muonmesh.groups.graph import Facts, facts_of_graph
-from muonmesh.groups.input_output_layers import may_be_block
+from muonmesh.groups.facts import Facts, facts_of_graph
+from muonmesh.groups.known import may_be_block
 from muonmesh.groups.parameter_sites import Role, parameter_sites, shared_sites
 from muonmesh.groups.roles import shared_roles
 from muonmesh.layout.matrix import as_tuples

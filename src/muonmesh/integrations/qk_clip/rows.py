@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from muonmesh.errors import explain_error
-from muonmesh.groups.graph import Facts
+from muonmesh.groups.facts import Facts
 from muonmesh.groups.parameter_sites import Site, class_names, parameter_sites
 from muonmesh.groups.roles import role
 from muonmesh.layout import split_matrices
