@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import sys
+import tempfile
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -163,9 +165,11 @@ def save_model(settings: Settings, corpus: Corpus) -> None:
     config = model_config(settings.model, vocab=corpus.vocab, seq=settings.seq)
     config.dtype = torch.float32  # of the weights
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer(), eos_token=END_OF_TEXT)
-    with writing(folder, raised=Exception):
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    # By way of another folder: tokenizers cannot write to a path that is no valid text, as "×" is in an ASCII locale.
+    with writing(folder, raised=Exception), tempfile.TemporaryDirectory() as scratch:
+        config.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.copytree(scratch, folder, dirs_exist_ok=True)
 
 
 def _launch(run: Path, settings: Settings) -> int:
