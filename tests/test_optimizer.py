@@ -421,6 +421,11 @@ def small_weight() -> nn.Parameter:
         (lambda: mm.Muon([{"params": [small_weight()], "matrices": ["rows"]}]), ValueError, "matrices 'rows'"),
         (lambda: mm.Muon([{"params": [small_weight()], "matrices": ["blocks"]}]), ValueError, "unknown form"),
         (lambda: mm.Muon([{"params": [small_weight()], "matrices": "whole"}]), ValueError, "one entry per parameter"),
+        (
+            lambda: mm.Muon([{"params": [small_weight()], "algorithm": "adamw", "matrices": 3}]),
+            ValueError,
+            "one entry per parameter",
+        ),
         (lambda: mm.Muon([{"params": [small_weight()], "algorithm": "sgd"}]), ValueError, '"muon" or "adamw"'),
         (lambda: mm.Muon([{"params": [small_weight()], "betas": (0.9, 0.99)}]), ValueError, "adamw_betas"),
         (lambda: mm.Muon([{"params": [small_weight()], "learning_rate": 0.1}]), ValueError, "needed 'lr'"),

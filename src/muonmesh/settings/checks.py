@@ -269,7 +269,7 @@ def check_structure(subject: str, group: Mapping[str, Any]) -> None:
         write += "tensors in their place, write muonmesh.integrations.deepspeed.initialize(model=model, config=config, "
         write += 'optimizer={"lr": 3e-4}). Instead of ZeroRedundancyOptimizer write Muon(..., shard_state=True)'
         raise ValueError(explain_error(subject, problem, "one each", write))
-    for key in ("reasons", "matrices") if is_matrix_rule(algorithm) else ("reasons",):
+    for key in ("reasons", "matrices"):
         entries = group.get(key)
         if entries is not None and not (isinstance(entries, (list, tuple)) and len(entries) == count):
             problem, needed = f"{key}={entries!r} for {count} parameters", "a list with one entry per parameter"
