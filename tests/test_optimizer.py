@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 import muonmesh as mm
 from muonmesh.layout import Interval, MeshLayout
-from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import problem
-from tests.support.reference import reference_step
 from tests.support.tensors import relative_error
 
 COVERS = (
@@ -28,27 +26,6 @@ COVERS = (
     "step.runtime.Runtime",
     "step.parameter_steps.ParameterStep",
 )
-
-BETAS = (0.9, 0.95)
-
-
-def oracle(
-    count: int, gradients_of: Any, settings: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Step the independent fp64 reference; `settings` are the Muon half's, beside the problem's."""
-    options = {**problem.SETTINGS, **settings}
-    lr, name, steps = options["lr"], options.pop("ns_coefficients", "polar_express"), options.pop("ns_steps", 5)
-    coefficients = coefficient_schedule(name, steps)
-    per_parameter = {
-        key: {"algorithm": "adamw", "lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.05}
-        if spec == "adamw"
-        else {"algorithm": "muon", "matrices": spec, "coefficients": coefficients, **options}
-        for key, (_, spec) in problem.PARAMETERS.items()
-    }
-    params, state = {k: v.double() for k, v in problem.initial().items()}, {}
-    for step in range(count):
-        params, state = reference_step(params, gradients_of(step), state, per_parameter)
-    return params, state
 
 
 def against_the_oracle(
@@ -64,7 +41,7 @@ def against_the_oracle(
     if dtype == torch.float64:
         values, precision["state_dtype"] = {name: value.double() for name, value in values.items()}, dtype
     *_, (model, optimizer) = problem.steps("local", count, values, gradients_of, **precision, **settings)
-    params, state = oracle(count, gradients_of, settings)
+    params, state = problem.by_the_oracle(count, gradients_of, **settings)
     for name, parameter in model.named_parameters():
         bound, bound_of_change = bounds(name)
         start, entries = values[name].double(), optimizer.state[parameter]

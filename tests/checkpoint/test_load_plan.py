@@ -235,6 +235,22 @@ def test_masters_take_weights_that_would_be_rounded(saved: Callable[..., Path]) 
     assert torch.equal(weight, first.get_parameter("up.weight").bfloat16())
 
 
+def test_complex_weights_have_masters_as_wide_as_real_ones(tmp_path: Path) -> None:
+    def masters() -> tuple[nn.Module, mm.Muon]:
+        model = nn.Linear(4, 6, dtype=torch.complex64)
+        groups = [{"params": [*model.named_parameters()], "algorithm": "adamw"}]
+        return model, mm.Muon(groups, master_dtype=torch.float64)
+
+    model, optimizer = masters()
+    advance(model, optimizer, 1)
+    mm.checkpoint.save(tmp_path / "complex", model, optimizer)
+    other, loaded = masters()
+    mm.checkpoint.load(tmp_path / "complex", other, loaded)
+    assert optimizer.state[model.weight]["master"].dtype == torch.complex128
+    for key, value in optimizer.state[model.weight].items():
+        assert torch.equal(value, loaded.state[other.weight][key]), key
+
+
 def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Path) -> None:
     fresh, untouched = make()
     mm.checkpoint.save(tmp_path / "fresh", fresh, untouched)

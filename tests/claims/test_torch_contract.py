@@ -683,6 +683,7 @@ def test_grad_scaler(name: str, growth: float, unscale: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
+    assert same_bits(optimizer.state_dict()["state"], other.state_dict()["state"])
     draw(params, 3)
     params["bias"].grad[3] = math.inf  # type: ignore[index]
     before = copy.deepcopy(optimizer.state_dict())

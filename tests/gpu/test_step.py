@@ -13,7 +13,6 @@ import muonmesh as mm
 from tests.gpu import DEVICE, pytestmark  # noqa: F401, the mark is read by pytest
 from tests.gpu.ranks import on
 from tests.support import problem
-from tests.test_optimizer import oracle
 
 
 def after_steps(count: int, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Module, mm.Muon]:
@@ -32,7 +31,7 @@ def after_steps(count: int, dtype: torch.dtype = torch.float32, **settings: Any)
     ("dtype", "of_parameter", "of_update"), [(torch.float32, 1e-5, 1e-3), (torch.bfloat16, 2e-2, 1e-1)]
 )
 def test_one_process_is_the_oracle(dtype: torch.dtype, of_parameter: float, of_update: float) -> None:
-    expected, _ = oracle(5)
+    expected, _ = problem.by_the_oracle(5)
     model, _ = after_steps(5, compute_dtype=dtype)
     for name, start in problem.initial().items():
         weight = model.get_parameter(name).detach().cpu().double()

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
+from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import gathered, layouts
 from tests.support.meshes import mesh_of
-from tests.support.reference import split
+from tests.support.reference import reference_step, split
 
 # name: (shape, matrices); "adamw" instead of matrices puts the parameter into the AdamW group. Dims smaller than
 # the ranks, dims that no number of ranks divides, tall, wide and square, and every way to split a parameter.
@@ -239,3 +240,23 @@ def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None
             parameter.grad = placed_like(parameter, gradient)
         optimizer.step()
     optimizer.zero_grad()
+
+
+def by_the_oracle(
+    count: int, gradients_of: Callable[[int], dict[str, Any]] = gradients, **settings: Any
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return parameters and state after steps of the independent fp64 reference; ``settings`` are the Muon half's."""
+    options = {**SETTINGS, **settings}
+    name, steps = options.pop("ns_coefficients", "polar_express"), options.pop("ns_steps", 5)
+    coefficients = coefficient_schedule(name, steps)
+    adamw = {"algorithm": "adamw", "lr": options["lr"], "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.05}
+    per_parameter = {
+        key: adamw
+        if spec == "adamw"
+        else {"algorithm": "muon", "matrices": spec, "coefficients": coefficients, **options}
+        for key, (_, spec) in PARAMETERS.items()
+    }
+    params, state = {k: v.double() for k, v in initial().items()}, {}
+    for step in range(count):
+        params, state = reference_step(params, gradients_of(step), state, per_parameter)
+    return params, state

@@ -19,6 +19,7 @@ from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.coefficients import choose
+from muonmesh.numerics.dtypes import master_for
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
@@ -112,7 +113,8 @@ class ParameterRecord:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which its weights are trained."""
-        return self.precision.master or self.parameter.tensor.dtype
+        dtype = self.parameter.tensor.dtype
+        return master_for(dtype, self.precision.master) or dtype
 
     @property
     def created(self) -> bool:
