@@ -239,7 +239,8 @@ def split_params(
     base: dict[str, dict[str, Any]] = {}
     for half, values in (("muon", muon), ("adamw", adamw)):
         write = "Write it in overrides={...} where a parameter is meant"
-        settings = _settings(f"{half}=", {} if values is None else values, _RESERVED | {"algorithm", "matrices"}, write)
+        source, reserved = f"{called('split_params')}: {half}=", _RESERVED | {"algorithm", "matrices"}
+        settings = _settings(source, {} if values is None else values, reserved, write)
         base[half] = own_names(f"{half}=", settings) if half == "adamw" else settings
         _check_read(f"{half}=", base[half], [half])
     facts = None if example is None else facts_of_example(model, example)
