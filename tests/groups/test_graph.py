@@ -1353,3 +1353,82 @@ def test_an_example_and_outputs_may_be_anything() -> None:
 def test_a_lazy_model_is_told_so_with_an_example_too() -> None:
     with pytest.raises(ValueError, match="a parameter of the lazy module LazyLinear"):
         mm.split_params(nn.Sequential(nn.LazyLinear(4)), example=(torch.randn(2, 8),))
+
+
+# ------------------------------------------------------------------ what a restructure had lost
+
+
+class Opaque(torch.autograd.Function):
+    """A product that is no operation of torch, as of a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, (gradients[0].flatten(0, -2).T @ x.flatten(0, -2))
+
+
+def joined_before_a_kernel(self: Any, x: Tensor) -> Tensor:
+    q, k, v = Opaque.apply(x, torch.cat([self.q.weight, self.k.weight, self.v.weight])).chunk(3, -1)
+    return attention(q, k, v)
+
+
+def quantized_before_a_kernel(self: Any, x: Tensor) -> Tensor:
+    weight = self.q.weight
+    out: Tensor = Opaque.apply(x, weight + (torch.round(weight * 8) / 8 - weight).detach())
+    return out
+
+
+@pytest.mark.parametrize("forward", [joined_before_a_kernel, quantized_before_a_kernel])
+def test_weights_of_layers_that_a_kernel_reads_are_no_tables(forward: Callable[..., Any]) -> None:
+    layers = {name: nn.Linear(16, 16, bias=False) for name in "qkv"}
+    groups = mm.split_params(tokens(forward, **layers), example=IDS)
+    names = [name for group in groups if group["algorithm"] == "muon" for name in group["param_names"]]
+    used = "qkv" if forward is joined_before_a_kernel else "q"
+    assert {f"blocks.0.{name}.weight" for name in used} <= set(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_a_mask_that_is_added_to_scores_leaves_the_input_layer(dtype: torch.dtype) -> None:
+    def forward(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = torch.relu(self.into(x))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.mT + mask.to(x.dtype) * -1e9
+        out: Tensor = self.out(torch.softmax(scores, -1) @ v)
+        return out
+
+    layers = {name: nn.Linear(16, 16) for name in "qkv"}
+    model = Calls(forward, into=nn.Linear(6, 16), **layers, out=nn.Linear(16, 2))
+    shown = roles(model, (torch.randn(2, 5, 6), torch.ones(2, 5, 5, dtype=dtype)))
+    assert shown == {**{f"{name}.weight": "whole" for name in "qkv"}, "into.weight": INPUT, "out.weight": HEAD}
+
+
+def test_a_layer_between_both_reads_of_a_text_makes_no_input_layer() -> None:
+    """Talking heads: queries meet keys, a layer mixes the scores, and these meet values, in one block."""
+
+    def forward(self: Any, x: Tensor, text: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            kv = block.kv(text)
+            x = x + block.o(torch.softmax(block.mix(block.q(x) @ kv.mT), -1) @ kv)
+        out: Tensor = self.out(x)
+        return out
+
+    layers = {"q": nn.Linear(16, 16), "kv": nn.Linear(6, 16), "mix": nn.Linear(7, 7), "o": nn.Linear(16, 16)}
+    blocks = nn.ModuleList(copy.deepcopy(Calls(lambda _: None, **layers)) for _ in range(3))
+    model = Calls(forward, into=nn.Linear(6, 16), blocks=blocks, out=nn.Linear(16, 2))
+    groups = mm.split_params(model, example=(torch.randn(2, 5, 6), torch.randn(2, 7, 6)))
+    names = [name for group in groups if group["algorithm"] == "muon" for name in group["param_names"]]
+    assert {f"blocks.{number}.kv.weight" for number in range(3)} <= set(names)
+
+
+def test_channels_of_a_model_make_no_input_of_a_convolution() -> None:
+    """Models of images have channels too, such as those of diffusers, and are no convolutions."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 3, 3))
+    model.in_channels = model.out_channels = 3  # type: ignore[assignment]
+    groups = mm.split_params(model)
+    assert "0.weight" in next(group for group in groups if group["name"] == INPUT)["param_names"]

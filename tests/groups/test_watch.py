@@ -337,6 +337,17 @@ def test_an_auxiliary_output_without_a_loss_is_not_compared() -> None:
     assert reasons(optimizer)["pool.weight"].endswith("a guess")
 
 
+def test_an_output_that_another_forward_may_read_is_told() -> None:
+    """What the first forward left out has a gradient, so another forward was made, which may read what this one made."""
+    model = TwoHeads()
+    model.aside = nn.Linear(4, 1)
+    optimizer = mm.from_model(model, overrides={**SPLIT, "aside.weight": "adamw", "worth.weight": "adamw"})
+    (loss(model(IDS)) + loss(model.aside(model(IDS)[0]))).backward()
+    with pytest.warns(UserWarning, match=r"actions.weight.*other forwards may differ.*overrides="):
+        optimizer.step()
+    assert halves(optimizer)["actions.weight"] == "whole"
+
+
 def test_frozen_layers_and_a_teacher_without_gradients() -> None:
     class Taught(nn.Module):
         def __init__(self) -> None:

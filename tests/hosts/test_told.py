@@ -93,6 +93,8 @@ def test_groups_that_a_trainer_makes_itself_are_refused() -> None:
     groups = [{"params": list(llama().parameters()), "lr": 1e-3}]
     with pytest.raises(TypeError, match=r"^MuonFactory: found groups of parameters; .*embedding_learning_rate"):
         MuonFactory(groups, lr=1e-3)
+    with pytest.raises(TypeError, match=r"^MuonFactory: found lr; .*optimizer_cls_and_kwargs=\(MuonFactory"):
+        MuonFactory(lr=1e-3)
 
 
 def test_the_callback_clips_in_place_of_the_trainer_and_skips(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ def is_first(product: Product) -> bool | None:
         return False
     if Past.HIDDEN in reads.past or Past.DATA not in reads.past or _is_late(product.node):
         return None
-    # What is added to the inputs themselves is a stream: a stage of a model, without its ends.
-    return None if any(term.is_input for term in _added(product.node)) else True
+    # What is added to the inputs that it reads is a stream: a stage of a model, without its ends. A mask is not read.
+    return None if any(term.is_input and term.is_below(product.node) for term in _added(product.node)) else True
 
 
 def _is_late(product: Node) -> bool:
@@ -39,7 +39,9 @@ def _is_late(product: Node) -> bool:
 
     users = [(user, position) for node in reached([product], onward) for user, position, _ in node.users]
     met = {user for user, position in users if meets(user, position)}
-    layers_above = [node for node in reached(met, lambda node: node.readers) if node.products]
+    # Between blocks, layers add to a stream; inside a block, a layer may come between weights of attention and values.
+    above = (node for node in reached(met, lambda node: node.readers) if node.products)
+    layers_above = [node for node in above if next(_added(node, through=False), None) is not None]
     in_several_blocks = any(node in met for node in reached(layers_above, lambda node: node.readers))
     return bool(met) and not in_several_blocks and not any(reads(*user) for user in users)
 

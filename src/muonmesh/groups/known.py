@@ -192,7 +192,9 @@ def _final(module: nn.Module) -> nn.Module:
 
 def _sizes(layer: nn.Module) -> tuple[int, int] | None:
     """Return (out, in) of a convolution or a linear layer of any library; None for other modules."""
-    for names in (("out_channels", "in_channels"), ("out_features", "in_features"), ("output_size", "input_size")):
+    features = ("out_features", "in_features"), ("output_size", "input_size")
+    # Models have channels too: those of the images that they read and make.
+    for names in (("out_channels", "in_channels"),) if isinstance(layer, _ConvNd) else features:
         out, into = (getattr(layer, name, None) for name in names)
         if isinstance(out, int) and isinstance(into, int):
             return out, into

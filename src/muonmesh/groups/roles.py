@@ -20,7 +20,17 @@ from muonmesh.errors import about, explain_error
 from muonmesh.groups.classifiers import classified
 from muonmesh.groups.facts import Facts
 from muonmesh.groups.known import TABLE, InputOutputLayers, Known, row_of
-from muonmesh.groups.parameter_sites import Kind, Matrices, Role, Site, answer_of, class_names, class_of, is_traced
+from muonmesh.groups.parameter_sites import (
+    Kind,
+    Matrices,
+    Role,
+    Site,
+    answer_of,
+    class_names,
+    class_of,
+    global_shape,
+    is_traced,
+)
 from muonmesh.layout.matrix import as_tuples, parts_of
 
 PRECEDENCE: tuple[Kind, ...] = ("embeddings", "head", "vectors", "matrices")
@@ -142,14 +152,14 @@ def _declared(site: Site) -> Role | None:
 
 def _adapter(site: Site) -> Role | None:
     """Return the role of what an adapter of PEFT adds beside or in place of a layer."""
-    if {"base_layer", "modules_to_save"} & {site.key, *(name for name, _ in site.owners)}:
-        return None
-    adapter = next((module for _, module in site.owners if hasattr(module, "adapter_layer_names")), None)
-    if adapter is None:
-        return None
-    reason = f"of the adapter {class_of(adapter)}: the matrix that acts is computed from it"
-    rows = isinstance(getattr(adapter, "base_layer", None), nn.Embedding)
-    return _adamw("vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices", reason, site)
+    inner = site.key
+    for name, adapter in site.owners:
+        if inner not in ("base_layer", "modules_to_save") and hasattr(adapter, "adapter_layer_names"):
+            reason = f"of the adapter {class_of(adapter)}: the matrix that acts is computed from it"
+            rows = isinstance(getattr(adapter, "base_layer", None), nn.Embedding)
+            return _adamw("vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices", reason, site)
+        inner = name
+    return None
 
 
 def _of_adamw(site: Site, row: Known | None) -> Role | None:
@@ -195,9 +205,6 @@ def _no_matrix(site: Site, facts: Facts) -> Role | None:
         return _adamw("matrices", reason, site)
     if facts.does == "computed":
         return _adamw("matrices", "in a forward, the matrix that acts is computed from it", site)
-    if facts.does in ("looked up", "added"):
-        how = "looks rows of it up" if facts.does == "looked up" else "adds it to activations"
-        return _adamw("embeddings", f"a table of {class_of(site.module)}: a forward {how}", site)
     groups = getattr(site.module, "groups", 1) if isinstance(site.module, _ConvNd) else facts.groups
     if groups > 1:
         kind = "depthwise" if groups == site.shape[0] else f"{groups} groups:"
@@ -228,19 +235,28 @@ def _layer(site: Site, facts: Facts, row: Known | None) -> Role | None:
 
 
 def _stack(site: Site, facts: Facts, row: Known | None) -> Role | None:
-    """Return the role of a stack of experts, one matrix each."""
-    module = site.module
-    is_stack = site.shape[0] in _experts(module) or any("Expert" in name for name in class_names(module))
-    return _matrix("experts, one matrix each", site, facts, row) if is_stack and len(site.shape) == 3 else None
+    """Return the role of a stack of experts, one matrix each, or of their biases."""
+    module, shape = site.module, site.shape
+    if shape[0] not in _experts(module) and not any("Expert" in name for name in class_names(module)):
+        return None
+    if len(shape) == 3:
+        return _matrix("experts, one matrix each", site, facts, row)
+    stacks = [p for p in module._parameters.values() if p is not None and len(global_shape(p)) == 3]
+    if len(shape) == 2 and any(global_shape(p)[0] == shape[0] for p in stacks):
+        return _adamw("vectors", "biases of experts, one each", site)
+    return None
 
 
 def _bare(site: Site, facts: Facts, row: Known | None) -> Role:
     """Return the role of a parameter of a module that is not known."""
     holder, shape = f"a parameter of {class_of(site.module)}", site.shape
-    named = len(shape) == 2 and row is None and TABLE.search(site.key)
-    if shape[0] == 1 or named:
+    if facts.does in ("looked up", "added"):
+        how = "looks rows of it up" if facts.does == "looked up" else "adds it to activations"
+        return _adamw("embeddings", f"a table of {class_of(site.module)}: a forward {how}", site)
+    named = row is None and TABLE.search(site.key)
+    if shape[0] == 1 or (named and len(shape) == 2):
         return _adamw("embeddings", f"{holder}; going by its name or shape, a table and no matrix", site)
-    if facts.stored is not None:
+    if facts.stored is not None and not named:
         return _matrix(f"{holder}, by which a forward multiplies", site, facts, row)
     if len(shape) == 2:
         return _matrix(f"{holder}, which is not known: taken as one matrix, out × in", site, facts, row)

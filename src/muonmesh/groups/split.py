@@ -274,8 +274,9 @@ def split_params(
     if not any(is_matrix_rule(group["algorithm"]) for group in filled) and not any(e.overridden_by for e in entries):
         warn(
             f"{type(model).__name__}: found 0 matrices for Muon among {len(entries)} trained parameters, so AdamW "
-            "trains all of them. print(split_params(model)) says why; write example=(inputs,), so that a forward shows "
-            'which are matrices, or overrides={name: "muon"}'
+            "trains all of them. print(split_params(model)) says why; write "
+            + ("" if example is not None else "example=(inputs,), so that a forward shows which are matrices, or ")
+            + 'overrides={name: "muon"}'
         )
     guesses = [entry.name for entry in entries if entry.guessed]
     roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}
@@ -306,8 +307,7 @@ def _check_module(model: Any) -> None:
 def _settings(source: str, values: Any, reserved: Collection[str], write: str) -> dict[str, Any]:
     """Return settings as a dict, after a check that each key may be a setting of a group."""
     if not isinstance(values, Mapping):
-        form = 'Write a dict such as {"lr": 6e-4}, or call requires_grad_(False) on a parameter to freeze it'
-        raise TypeError(explain_error(source, repr(values), "a dict of settings", form))
+        raise TypeError(explain_error(source, repr(values), "a dict of settings", 'Write a dict such as {"lr": 6e-4}'))
     for key in values:
         if not isinstance(key, str) or key in reserved:
             needed = 'settings such as "lr": the rest is decided parameter by parameter'
@@ -401,6 +401,9 @@ def _settings_of(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
         raise TypeError(explain_error(source, f"the key {key!r}", "a string", write))
+    if not isinstance(value, str | Mapping):
+        write = f'Write {{{key!r}: {{"lr": ...}}}}, or call requires_grad_(False) on a parameter to freeze it'
+        raise TypeError(explain_error(source, repr(value), '"muon", "adamw" or a dict of settings', write))
     settings = _settings(source, {"algorithm": value} if isinstance(value, str) else value, _RESERVED, "Remove it")
     algorithm = settings.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):

@@ -88,7 +88,8 @@ class Watch:
             The error for weights that are trained by the wrong half; None if there are none.
 
         Warns:
-            UserWarning: if a weight is fused and is trained as another number of matrices.
+            UserWarning: if a weight is fused and is trained as another number of matrices, or seems to make an output
+                that other forwards may read.
         """
         self._stop()
         model = self._model()
@@ -96,11 +97,11 @@ class Watch:
             return None
         places = {name: (group, i) for group in groups for i, name in enumerate(group.get("param_names", ()))}
         wrong: dict[str, tuple[Role, Role]] = {}
+        doubtful: dict[str, tuple[Role, Role]] = {}
         split: dict[str, tuple[Role, Role]] = {}
+        entire = entire and not self._part and not may_be_block(model)
         # If what the forward did not use has a gradient, other forwards may read what seems to be an output here.
-        entire = (
-            entire and not self._part and not may_be_block(model) and self._unused.isdisjoint(places.keys() - missing)
-        )
+        sees_all = self._unused.isdisjoint(places.keys() - missing)
         for same in shared_sites(model):
             name, guess, facts = same[0].name, self._roles.get(same[0].name), self.facts.get(same[0].name)
             if guess is None or facts is None or name not in places or name in missing:
@@ -117,7 +118,7 @@ class Watch:
             if muon != (guess.algorithm == "muon"):  # changed since
                 continue
             if guess.algorithm != shown.algorithm:
-                wrong[name] = guess, shown
+                (wrong if sees_all or not facts.last else doubtful)[name] = guess, shown
             elif muon and guess.matrices != shown.matrices:
                 if "matrices" in group and as_tuples(group["matrices"][i]) == guess.matrices:
                     split[name] = guess, shown
@@ -129,6 +130,9 @@ class Watch:
         if wrong and (gained or not trained <= wrong.keys()):  # a single layer is no model: it would leave Muon nothing
             problem = _message(wrong, places, "contradicts a guess, so no weight has been changed")
             return LayoutError(about(next(iter(wrong)), problem))
+        if doubtful:
+            problem = _message(doubtful, places, "did not use all that has a gradient, and other forwards may differ")
+            warn(about(next(iter(doubtful)), problem))
         if split:
             problem = _message(split, places, "shows that fused weights are split otherwise than was guessed")
             warn(about(next(iter(split)), problem))

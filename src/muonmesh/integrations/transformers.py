@@ -40,12 +40,16 @@ class MuonFactory:
     ranks hold copies of the same matrices, so one script works in one process, under DDP, FSDP2 and DeepSpeed.
     """
 
-    def __init__(self, *groups: object, **_: object) -> None:
+    def __init__(self, *groups: object, **settings: object) -> None:
         """Take nothing; the model comes with the call.
 
         Raises:
-            TypeError: a Trainer gives groups of parameters, as unsloth's does to give embeddings a learning rate.
+            TypeError: it is given settings, which belong into the pair; or a Trainer gives groups of parameters, as
+                unsloth's does to give embeddings a learning rate.
         """
+        if settings and not groups:
+            write = "Write optimizer_cls_and_kwargs=(MuonFactory, {...}) with them in the dict"
+            raise TypeError(explain_error("MuonFactory", ", ".join(settings), "to be called with the model", write))
         if groups:
             problem, write = "groups of parameters", "Leave out what makes them, such as embedding_learning_rate"
             raise TypeError(explain_error("MuonFactory", problem, "to be called with the model", write))
