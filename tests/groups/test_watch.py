@@ -338,7 +338,7 @@ def test_an_auxiliary_output_without_a_loss_is_not_compared() -> None:
 
 
 def test_an_output_that_another_forward_may_read_is_told() -> None:
-    """What the first forward left out has a gradient, so another forward was made, which may read what this one made."""
+    """What the first forward left out has a gradient: another forward was made, which may read what this one made."""
     model = TwoHeads()
     model.aside = nn.Linear(4, 1)
     optimizer = mm.from_model(model, overrides={**SPLIT, "aside.weight": "adamw", "worth.weight": "adamw"})
