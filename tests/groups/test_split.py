@@ -104,10 +104,10 @@ MODELS: dict[str, Expected] = {
     ),
     # 44 layers, width 6144, 64 heads of 96.
     "GPTNeoXForCausalLM": Expected(
-        (44 * 4, 44 * 4, 44 * 12 * 6144**2),
+        (44 * 4, 44 * 6, 44 * 12 * 6144**2),
         (2 + 44 * 8 + 2, 2 * 50432 * 6144 + 44 * (4 + 3 + 1 + 4 + 1) * 6144 + 2 * 6144),
         {
-            "gpt_neox.layers.0.attention.query_key_value.weight": "whole",  # a guess
+            "gpt_neox.layers.0.attention.query_key_value.weight": ("interleaved", 3, 0, 96),
             "gpt_neox.layers.43.attention.dense.weight": "whole",
             "gpt_neox.embed_in.weight": E,
             "embed_out.weight": None,  # the name of transformers 4
@@ -257,10 +257,10 @@ MODELS: dict[str, Expected] = {
         },
     ),
     "Phi3ForCausalLM": Expected(
-        (32 * 4, 32 * (1 + 1 + 2 + 1), 32 * (4 * 3072**2 + 3 * 8192 * 3072)),
+        (32 * 4, 32 * (3 + 1 + 2 + 1), 32 * (4 * 3072**2 + 3 * 8192 * 3072)),
         (2 + 32 * 2 + 1, 2 * 32064 * 3072 + 65 * 3072),
         {
-            "model.layers.0.self_attn.qkv_proj.weight": "whole",  # a guess
+            "model.layers.0.self_attn.qkv_proj.weight": ("rows", 3072, 3072, 3072),
             "model.layers.0.mlp.gate_up_proj.weight": ("rows", 8192, 8192),
             "model.layers.0.mlp.down_proj.weight": "whole",
         },
@@ -1182,21 +1182,33 @@ def test_linear_layers_of_other_libraries() -> None:
 
 
 def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**EXPERTS))
-    experts = model.model.layers[0].mlp.experts
-    experts.gate_up_proj = nn.Parameter(torch.zeros(4, 41, 32))  # no two halves
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**GROUPED))
+    attention = model.model.layers[0].self_attn
+    attention.qkv_proj = nn.Linear(32, 72)  # 64 = 4·8 + 2·2·8 are what it states
     groups = split_params(model)
-    assert assigned(groups)["model.layers.0.mlp.experts.gate_up_proj"] == "stack"
-    assert "a guess" in reason(groups, "model.layers.0.mlp.experts.gate_up_proj")
+    assert assigned(groups)["model.layers.0.self_attn.qkv_proj.weight"] == "whole"
+    assert "a guess" in reason(groups, "model.layers.0.self_attn.qkv_proj.weight")
 
 
 def test_keys_and_values_of_cross_attention_are_two_matrices() -> None:
-    config = transformers.GPT2Config(**GPT2_SMALL, add_cross_attention=True)
-    model = transformers.GPT2LMHeadModel(config)
-    example = {"input_ids": torch.ones(1, 5, dtype=torch.long), "encoder_hidden_states": torch.randn(1, 3, 32)}
-    by_name = assigned(split_params(model, example=example))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SMALL, add_cross_attention=True))
+    by_name = assigned(split_params(model))
     assert by_name["transformer.h.0.attn.c_attn.weight"] == ("transposed", ("rows", 32, 32, 32))
     assert by_name["transformer.h.0.crossattention.c_attn.weight"] == ("transposed", ("rows", 32, 32))
+
+
+def test_a_stack_of_experts_in_one_matrix() -> None:
+    from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
+
+    config = transformers.DbrxConfig().ffn_config
+    config.hidden_size, config.ffn_hidden_size, config.moe_num_experts = 8, 6, 4
+    experts = DbrxExpertGLU(config)
+    by_name = assigned(
+        split_params(nn.ModuleDict({"experts": experts, "in": nn.Linear(8, 8), "head": nn.Linear(8, 2)}))
+    )
+    assert by_name["experts.w1"] == by_name["experts.v1"] == ("heads", 4, 0)
+    assert [tuple(p.shape) for p in split(experts.w1, by_name["experts.w1"])] == [(6, 8)] * 4
+    assert [tuple(p.shape) for p in split(experts.w2, by_name["experts.w2"])] == [(8, 6)] * 4  # out × in
 
 
 def test_keys_and_values_of_unequal_size_take_turns() -> None:

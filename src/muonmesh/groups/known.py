@@ -61,7 +61,41 @@ TABLE = re.compile(
 def _dbrx(site: Site) -> Matrices:
     """Return the split of experts that are rows of one matrix."""
     owner: Any = site.module
-    return "heads", owner.moe_num_experts, 0
+    count = owner.moe_num_experts
+    return ("transposed", ("heads", count, 1)) if site.key == "w2" else ("heads", count, 0)
+
+
+def _by_head(site: Site) -> Matrices:
+    """Return the split of q, k, v of each head, head by head."""
+    owner: Any = site.owners[1][1]
+    return "interleaved", 3, 0, getattr(owner, "head_size", None) or owner.head_dim
+
+
+def _by_quarter(site: Site) -> Matrices:
+    """Return the split of q, v, k of a quarter of the heads at a time."""
+    return "interleaved", 3, 0, site.shape[0] // 12
+
+
+def _bigcode(site: Site) -> Matrices:
+    """Return the split of queries with shared keys and values, or head by head; of keys and values alone."""
+    owner: Any = site.owners[1][1]
+    if owner.multi_query and not owner.is_cross_attention:
+        return "rows", owner.embed_dim, owner.kv_dim, owner.kv_dim
+    return "interleaved", 2 if owner.is_cross_attention else 3, 0, owner.head_dim
+
+
+def _grouped_query(site: Site) -> Matrices:
+    """Return the split of queries, and of keys and values that groups of them share."""
+    owner: Any = site.owners[1][1]
+    heads = getattr(owner, "num_heads", None) or owner.config.num_attention_heads
+    shared = owner.num_key_value_heads * owner.head_dim
+    return "rows", heads * owner.head_dim, shared, shared
+
+
+def _splits(site: Site) -> Matrices:
+    """Return the split of q, k, v, or of k, v of cross-attention, stored in × out."""
+    owner: Any = site.owners[1][1]
+    return ("rows", *[owner.split_size] * (site.shape[1] // owner.split_size))
 
 
 def _falcon(site: Site) -> Matrices:
@@ -69,7 +103,7 @@ def _falcon(site: Site) -> Matrices:
     owner: Any = site.owners[1][1]
     size, groups = owner.head_dim, owner.num_kv_heads if owner.new_decoder_architecture else 1
     sizes = (owner.num_heads // groups * size, size, size)
-    return ("interleaved", sizes, 0) if groups > 1 else ("rows", *sizes) if owner.multi_query else "whole"
+    return ("interleaved", sizes, 0) if groups > 1 else ("rows", *sizes) if owner.multi_query else _by_head(site)
 
 
 def _latent(site: Site) -> Matrices:
@@ -89,7 +123,16 @@ _KNOWN = (
     Known(r"\btorch\.LSTM(Cell)?\b[^:]*:.*weight_[ih]h", "gates", cut=4, certain=True),
     Known(r"\btorch\.GRU(Cell)?\b[^:]*:.*weight_[ih]h", "gates", cut=3, certain=True),
     Known(r"\btorch\.RNN(Cell)?Base\b[^:]*:.*weight_", "recurrent", certain=True),
-    Known(r"\btransformers\.(\w*GPT2?|)Attention\b.*:(?!.*crossattention).*\bc_attn\.weight$", "q, k, v", cut=3),
+    Known(r"\btransformers\.(\w*GPT2?|)Attention\b.*:.*\bc_attn\.weight$", "q, k, v", cut=_splits),
+    Known(r"\btransformers\.GPTBigCodeAttention\b.*:.*\bc_attn\.weight$", "q, k, v", cut=_bigcode),
+    Known(
+        r"\btransformers\.(GPTNeoX(Japanese)?|Bloom|Persimmon)Attention\b[^:]*:.*\bquery_key_value\.weight$",
+        "q, k, v head by head",
+        cut=_by_head,
+    ),
+    Known(r"\btransformers\.CodeGenAttention\b[^:]*:.*\bqkv_proj\.weight$", "q, v, k by quarters", cut=_by_quarter),
+    Known(r"\btransformers\.Phi(3|4Multimodal)Attention\b[^:]*:.*\bqkv_proj\.weight$", "q, k, v", cut=_grouped_query),
+    Known(r"\btransformers\.DbrxAttention\b[^:]*:.*\bWqkv\.weight$", "q, k, v", cut=_grouped_query),
     Known(r"\btransformers\.FalconAttention\b.*query_key_value\.weight$", "q, k, v", cut=_falcon),
     Known(r"\btransformers\.DbrxExpertGLU\b[^:]*:", "experts", cut=_dbrx),
     Known(r"\btransformers\.\w*Attention\b[^:]*:.*\.kv_b_proj\.weight$", "k, v head by head", cut=_latent),
