@@ -93,9 +93,9 @@ def _grouped_query(site: Site) -> Matrices:
 
 
 def _splits(site: Site) -> Matrices:
-    """Return the split of q, k, v, or of k, v of cross-attention, stored in × out."""
+    """Return the split of q, k, v, or of k, v of cross-attention: more rows than columns, however they are stored."""
     owner: Any = site.owners[1][1]
-    return ("rows", *[owner.split_size] * (site.shape[1] // owner.split_size))
+    return ("rows", *[owner.split_size] * (max(site.shape) // owner.split_size))
 
 
 def _falcon(site: Site) -> Matrices:
