@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
 from muonmesh.groups.example import facts_of_example
+from tests.support.models import OpaqueProduct
 from tests.support.reference import split
 from tests.support.workers import Pool
 
@@ -850,22 +851,8 @@ def test_indices_that_pick_tokens_hide_nothing() -> None:
     assert (facts.cut, facts.hidden) == ("whole", False)
 
 
-class Product(torch.autograd.Function):
-    """A product with a weight, and with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].mT @ x
-
-
 def test_a_weight_that_a_function_of_its_own_multiplies_by_is_said_to_be_a_guess() -> None:
-    model = Calls(lambda self, x: self.out(Product.apply(self.first(x), self.mid.weight)), first=nn.Linear(8, 16))
+    model = Calls(lambda self, x: self.out(OpaqueProduct.apply(self.first(x), self.mid.weight)), first=nn.Linear(8, 16))
     model.mid, model.out = nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
     example = (torch.randn(2, 8),)
     assert roles(model, example)["mid.weight"] == "whole"
@@ -1358,28 +1345,14 @@ def test_a_lazy_model_is_told_so_with_an_example_too() -> None:
 # ------------------------------------------------------------------ what a restructure had lost
 
 
-class Opaque(torch.autograd.Function):
-    """A product that is no operation of torch, as of a kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, (gradients[0].flatten(0, -2).T @ x.flatten(0, -2))
-
-
 def joined_before_a_kernel(self: Any, x: Tensor) -> Tensor:
-    q, k, v = Opaque.apply(x, torch.cat([self.q.weight, self.k.weight, self.v.weight])).chunk(3, -1)
+    q, k, v = OpaqueProduct.apply(x, torch.cat([self.q.weight, self.k.weight, self.v.weight])).chunk(3, -1)
     return attention(q, k, v)
 
 
 def quantized_before_a_kernel(self: Any, x: Tensor) -> Tensor:
     weight = self.q.weight
-    out: Tensor = Opaque.apply(x, weight + (torch.round(weight * 8) / 8 - weight).detach())
+    out: Tensor = OpaqueProduct.apply(x, weight + (torch.round(weight * 8) / 8 - weight).detach())
     return out
 
 

@@ -373,3 +373,12 @@ def test_a_convolution_is_cut_as_a_forward_cuts_its_output() -> None:
     assert groups_of["1.qkv.0.weight"] == ("muon", ("flatten", ("rows", 8, 8, 8)))
     cuts = flow(model[1], model[1](torch.ones(2, 8, 3, 3))).cut["qkv.0.weight"]
     assert sorted(map(sorted, cuts)) == [list(range(start, start + 8)) for start in (0, 8, 16)]
+
+
+def test_an_error_inside_a_method_of_the_user_is_seen() -> None:
+    class Broken(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            return self[1] + 3  # type: ignore[operator, no-any-return]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        split_params(Broken(nn.Linear(8, 8), nn.Linear(8, 2)))

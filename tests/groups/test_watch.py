@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import muonmesh as mm
 from muonmesh.errors import LayoutError, PlanError
+from tests.support.models import OpaqueProduct
 from tests.support.workers import Pool
 
 COVERS = ("groups.watch.Watch",)
@@ -504,24 +505,10 @@ def test_a_loop_over_time_takes_time_in_proportion() -> None:
     assert looked_at(200) < 2.5 * looked_at(100)
 
 
-class Hides(torch.autograd.Function):
-    """A product in a custom function, as in Transformer Engine."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].T @ x
-
-
 def test_forwards_that_show_nothing_are_read_until_the_first_step() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = Hides.apply(x, self.weight)
+            out: Tensor = OpaqueProduct.apply(x, self.weight)
             return out
 
     model, x = nn.Sequential(Hidden(8, 16), nn.ReLU(), Hidden(16, 16), nn.ReLU(), Hidden(16, 3)), torch.randn(4, 8)

@@ -193,3 +193,17 @@ class ExpertParallel(ParallelStyle):
 def _summed_gradient(value: Tensor, mesh: DeviceMesh) -> Tensor:
     replicated = DTensor.from_local(value, mesh, [Replicate()])
     return replicated.to_local(grad_placements=[Partial()])
+
+
+class OpaqueProduct(torch.autograd.Function):
+    """A product with a weight that is no operation of torch, as of a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].flatten(0, -2).T @ x.flatten(0, -2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -137,9 +138,14 @@ def class_names(module: nn.Module, library: str = "") -> list[str]:
 
 def answer_of(module: nn.Module, method: str) -> Any:
     """Return what a module's method without arguments returns; None if it has none, or something else of this name."""
+    function: Any = getattr(module, method, None)
     try:
-        return getattr(module, method)()
-    except (AttributeError, NotImplementedError, TypeError):  # a stage without the head, a backbone, another function
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):  # none, or another function; not an error in it, which is the user's to see
+        return None
+    try:
+        return function()
+    except (AttributeError, NotImplementedError):  # a pipeline stage without the head, or a backbone
         return None
 
 
