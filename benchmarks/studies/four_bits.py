@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.studies.byte_models import KINDS, build, loss, text, windows
+from benchmarks.studies.byte_models import KINDS, build, trained
 from benchmarks.studies.trainings import Trainings
 
 import muonmesh as mm
@@ -44,18 +44,9 @@ def train(kind: str, form: str, seed: int, steps: int) -> dict[str, Any]:
     """One training: the final loss on what is held out, in nats a byte."""
     model = build(kind, width=WIDTH, layers=LAYERS, seed=seed)
     state_dtype: Any = torch.float32 if form == "fp32" else "int8"
-    data, numbers = text(), torch.Generator().manual_seed(seed)
     with four_bits() if form == "4 bits" else nullcontext():
         optimizer = mm.from_model(model, lr=LR, state_dtype=state_dtype, kernels="torch", process_group="local")
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = LR * (1 - 0.9 * step / steps)
-            loss(model, windows(data, BATCH, numbers)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    held_out = windows(text(held_out=True), HELD_OUT, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return {"validation": sum(loss(model, part).item() for part in held_out.split(BATCH)) * BATCH / HELD_OUT}
+        return trained(model, optimizer, seed=seed, steps=steps, lr=LR, batch=BATCH, held_out=HELD_OUT)
 
 
 def main() -> None:

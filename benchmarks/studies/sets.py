@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.studies.byte_models import KINDS, build, loss, text, windows
+from benchmarks.studies.byte_models import KINDS, build, trained
 from benchmarks.studies.device_forms import PRODUCTS
 from benchmarks.studies.trainings import Trainings
 
@@ -65,16 +65,7 @@ def train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any]
 def _train(kind: str, coefficients: str, seed: int, steps: int) -> dict[str, Any]:
     model = build(kind, width=WIDTH, layers=LAYERS, seed=seed)
     optimizer = mm.from_model(model, lr=LR, ns_coefficients=coefficients, kernels="torch", process_group="local")
-    data, numbers = text(), torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = LR * (1 - 0.9 * step / steps)
-        loss(model, windows(data, BATCH, numbers)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    held_out = windows(text(held_out=True), HELD_OUT, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return {"validation": sum(loss(model, part).item() for part in held_out.split(BATCH)) * BATCH / HELD_OUT}
+    return trained(model, optimizer, seed=seed, steps=steps, lr=LR, batch=BATCH, held_out=HELD_OUT)
 
 
 def main() -> None:
