@@ -16,12 +16,6 @@ SOURCE = ROOT / "src" / "muonmesh"
 # Entrances of a line or two, run by every test of what they enter.
 ENTRANCES = {"__main__", "testing"}
 
-# Names that several files of tests still give to helpers of their own; the list may only become shorter.
-NOT_YET = """
-advance alone assigned backward build check clipped differing halves in_one_process load matrices measured
-refused resumed save step stepped train trained whole without_memory written
-"""
-
 
 def defined(body: list[ast.stmt]) -> set[str]:
     """Return the names that a module or a class defines, methods as Class.method."""
@@ -83,4 +77,5 @@ def test_a_helper_is_defined_in_one_file() -> None:
     """What several files need stands in tests/support; what only sounds alike has a name of its own."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     names = Counter(node.name for file in files for node in ast.parse(file.read_text()).body if is_helper(node))
-    assert {name for name, count in names.items() if count > 1} == set(NOT_YET.split())
+    several = {name for name, count in names.items() if count > 1}
+    assert several == set(), "define it in tests/support, or give each a name that says what it does"

@@ -205,7 +205,7 @@ def small_optimizer() -> tuple[nn.Module, mm.Muon]:
     return model, mm.from_model(model, lr=0.05)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> list[float]:
+def train_to_losses(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + count):
         x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
@@ -358,14 +358,14 @@ def test_the_state_creating_step_changes_nothing_later() -> None:
     for group, lr in zip(other.param_groups, rates, strict=True):
         group["lr"] = lr
     assert len(other.state_dict()["state"]) == len(list(twin.parameters()))
-    assert train(model, optimizer, 4) == train(twin, other, 4)
+    assert train_to_losses(model, optimizer, 4) == train_to_losses(twin, other, 4)
 
 
 def test_a_warm_up_step_at_rate_zero_does_count() -> None:
     model, optimizer = small_optimizer()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    train(model, optimizer, 1)
+    train_to_losses(model, optimizer, 1)
     vector = optimizer.param_groups[-1]["params"][0]
     assert optimizer.state[vector]["step"] == 1
     assert optimizer.state[vector]["exp_avg"].abs().max() > 0
@@ -457,7 +457,7 @@ def test_sparse_gradients_raise_and_nothing_is_written() -> None:
 
 def test_loading_the_state_of_another_kind_of_optimizer_loads_nothing() -> None:
     model, optimizer = small_optimizer()
-    train(model, optimizer, 1)
+    train_to_losses(model, optimizer, 1)
     saved = optimizer.state_dict()
     before = copy.deepcopy(optimizer.state_dict())
     broken = copy.deepcopy(saved)

@@ -35,12 +35,12 @@ def values_of(seed: int) -> dict[str, Tensor]:
 SOURCE = Source(PARAMETERS, values_of)
 
 
-def build(layout: str, seed: int = 0, *, rule: str = "muon", **settings: Any) -> Case:
+def build_case(layout: str, seed: int = 0, *, rule: str = "muon", **settings: Any) -> Case:
     settings_of_problem = {**problem.SETTINGS, "compute_dtype": torch.float32, **settings}
     return cases.build(layout, SOURCE, seed, muon=RULES[rule], **settings_of_problem)
 
 
-def advance(case: Case, first: int, last: int) -> None:
+def clip_and_step(case: Case, first: int, last: int) -> None:
     for step in range(first, last):
         gradients = problem.gradients(step % 5)  # which grow tenfold from one to the next
         case.give({name: gradients[name] for name in NAMES})
@@ -49,16 +49,16 @@ def advance(case: Case, first: int, last: int) -> None:
     case.optimizer.zero_grad()
 
 
-def save(layout: str, path: str, settings: dict[str, Any]) -> None:
-    case = build(layout, **settings)
-    advance(case, 0, FIRST)
+def step_and_save(layout: str, path: str, settings: dict[str, Any]) -> None:
+    case = build_case(layout, **settings)
+    clip_and_step(case, 0, FIRST)
     mm.checkpoint.save(path, case.model, case.optimizer)
 
 
-def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    case = build(layout, seed=7, **settings)  # other weights than those that were saved
+def load_into_other(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    case = build_case(layout, seed=7, **settings)  # other weights than those that were saved
     mm.checkpoint.load(path, case.model, case.optimizer)
-    advance(case, FIRST, LAST)
+    clip_and_step(case, FIRST, LAST)
     case.optimizer.finish()
     assert {group["norm_means"][1] for group in case.optimizer.param_groups} == {(LAST, LAST, LAST)}
     return case.whole()
@@ -66,8 +66,8 @@ def load(layout: str, path: str, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 @functools.cache
 def uninterrupted(**settings: Any) -> dict[str, Tensor]:
-    case = build("one process", **settings)
-    advance(case, 0, LAST)
+    case = build_case("one process", **settings)
+    clip_and_step(case, 0, LAST)
     return case.whole()
 
 
@@ -78,15 +78,15 @@ def saved(workers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
     @functools.cache
     def path_of(layout: str, **settings: Any) -> Path:
         path = tmp_path_factory.mktemp("checkpoint") / "checkpoint"
-        workers(LAYOUTS[layout][0]).run(save, layout, str(path), settings)
+        workers(LAYOUTS[layout][0]).run(step_and_save, layout, str(path), settings)
         return path
 
     return path_of
 
 
-def check(workers: Any, path: Path, after: str, **settings: Any) -> None:
+def check_resumed(workers: Any, path: Path, after: str, **settings: Any) -> None:
     expected = uninterrupted(**settings)
-    for result in workers(LAYOUTS[after][0]).run(load, after, str(path), settings):
+    for result in workers(LAYOUTS[after][0]).run(load_into_other, after, str(path), settings):
         assert problem.differing(result, expected) == []
 
 
@@ -94,14 +94,14 @@ def check(workers: Any, path: Path, after: str, **settings: Any) -> None:
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_a_checkpoint_of_any_layout_loads_into_any_other(workers, saved, before: str, after: str) -> None:
-    check(workers, saved(before), after)
+    check_resumed(workers, saved(before), after)
 
 
 def go_on(layout: str, step: int, before: str, after: str) -> dict[str, Tensor]:
     """Load what another layout saved, take a step, and save."""
-    case = build(layout, seed=7)
+    case = build_case(layout, seed=7)
     mm.checkpoint.load(before, case.model, case.optimizer)
-    advance(case, step, step + 1)
+    clip_and_step(case, step, step + 1)
     mm.checkpoint.save(after, case.model, case.optimizer)
     return case.whole()
 
@@ -110,10 +110,10 @@ def test_a_training_moves_through_all_layouts_and_back(workers, saved, tmp_path:
     """Each layout once as what is saved and once as what it is loaded into; the bits are those of one process."""
     first, *others = LAYOUTS
     path = saved(first)
-    alone = build(first)
-    advance(alone, 0, FIRST)
+    alone = build_case(first)
+    clip_and_step(alone, 0, FIRST)
     for step, layout in enumerate([*others, first], FIRST):
-        advance(alone, step, step + 1)
+        clip_and_step(alone, step, step + 1)
         after = tmp_path / str(step)
         for result in workers(LAYOUTS[layout][0]).run(go_on, layout, step, str(path), str(after)):
             assert (layout, problem.differing(result, alone.whole())) == (layout, [])
@@ -146,7 +146,7 @@ TRIED = {("normuon", "fsdp over tp", "flat 2"), ("hyperball", "declared over tp"
 )
 def test_what_rules_keep_goes_along(workers, saved, rule: str, before: str, after: str) -> None:
     """By element, row, column and matrix."""
-    check(workers, saved(before, rule=rule), after, rule=rule)
+    check_resumed(workers, saved(before, rule=rule), after, rule=rule)
 
 
 MASTERS = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
@@ -163,7 +163,7 @@ MASTERS = {"dtype": torch.bfloat16, "master_dtype": torch.float32}
 def test_masters_go_along_as_the_weights(workers, saved, before: str, after: str) -> None:
     """Weights are saved as they are trained, so a model in fp32 takes them too, to the last bit."""
     path = saved(before, **MASTERS)
-    check(workers, path, after, **MASTERS)
+    check_resumed(workers, path, after, **MASTERS)
     for weights in workers(1).run(loaded_in_full, str(path), MASTERS):
         assert weights == []
 
@@ -186,15 +186,15 @@ IN_COPIES = {"in_copies": True, "state_device": "cpu"}
 def test_state_on_the_host_goes_along_and_so_does_state_that_was_not_there(
     workers, saved, rule: str, before: str, after: str
 ) -> None:
-    check(workers, saved(before, rule=rule, **IN_COPIES), after, rule=rule)
-    check(workers, saved(before, rule=rule), after, rule=rule, **IN_COPIES)
+    check_resumed(workers, saved(before, rule=rule, **IN_COPIES), after, rule=rule)
+    check_resumed(workers, saved(before, rule=rule), after, rule=rule, **IN_COPIES)
 
 
 def loaded_in_full(path: str, settings: dict[str, Any]) -> list[str]:
     """Load what has masters into a model in fp32, and return which weights are not the masters."""
-    local_case = build("one process", seed=7)
+    local_case = build_case("one process", seed=7)
     mm.checkpoint.load(path, local_case.model, local_case.optimizer)
-    trained = build("one process", **settings)
-    advance(trained, 0, FIRST)
+    trained = build_case("one process", **settings)
+    clip_and_step(trained, 0, FIRST)
     whole, loaded = trained.whole(), local_case.whole()
     return [name for name in NAMES if not torch.equal(loaded[name], whole[f"{name}.master"])]

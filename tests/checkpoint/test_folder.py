@@ -47,11 +47,11 @@ def shared_tensors(factor: float) -> dict[str, Any]:
     }
 
 
-def whole(local_tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+def whole_tensors(local_tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: getattr(tensor, "full_tensor", tensor.clone)() for name, tensor in local_tensors.items()}
 
 
-def written(path: Path, factor: float = 1.0) -> None:
+def write_shared(path: Path, factor: float = 1.0) -> None:
     write(path, shared_tensors(factor), SETTINGS)
 
 
@@ -62,14 +62,14 @@ def read_back(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], bool
         settings = read(path, read_tensors)
     except FileError as error:
         settings = {"error": str(error)}
-    wholes = whole(read_tensors)
+    wholes = whole_tensors(read_tensors)
     return settings, wholes, all(not tensor.any() for tensor in wholes.values())
 
 
 def test_what_is_written_comes_back_and_replaces_what_was_there(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "made" / "state"
     for factor in (1.0, 2.0):
-        pool.run(written, path, factor)
+        pool.run(write_shared, path, factor)
         for settings, wholes, _ in pool.run(read_back, path):
             assert settings == SETTINGS
             assert torch.equal(wholes["model.weight"], torch.arange(35.0).view(7, 5) * factor)
@@ -92,22 +92,22 @@ def held_by_another(path: Path) -> str:
     dist.barrier()
     try:
         with pytest.raises(FileError) as caught:
-            written(path, 5.0)
+            write_shared(path, 5.0)
     finally:
         os.close(descriptor)
     return str(caught.value)
 
 
-def refused(path: Path) -> str:
+def write_refused(path: Path) -> str:
     with pytest.raises(FileError) as caught:
-        written(path, 5.0)
+        write_shared(path, 5.0)
     return str(caught.value)
 
 
 def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     """Another process that writes, a run's own directory, a file, a link: one sentence on every rank, and no change."""
     path = tmp_path / "state"
-    pool.run(written, path)
+    pool.run(write_shared, path)
     scratch_at(path).mkdir()
     for message in pool.run(held_by_another, path):
         assert message.startswith(f"{path}: found another process that is writing it; needed one writer at a time. ")
@@ -118,13 +118,13 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     link.symlink_to(path, target_is_directory=True)
     file.write_text("mine")
     for occupied, kind in ((run, "'config.json' in it"), (link, "a link"), (file, "a file")):
-        for message in pool.run(refused, occupied):
+        for message in pool.run(write_refused, occupied):
             assert message.startswith(f"{occupied}: found {kind}"), message
             assert message.endswith("needed nothing there, or a checkpoint to replace. Save under another name")
     assert (run / "config.json").exists()
     assert link.is_symlink()
     assert file.read_text() == "mine"
-    pool.run(written, path, 2.0)  # the other is gone
+    pool.run(write_shared, path, 2.0)  # the other is gone
     assert not scratch_at(path).exists()
     assert pool.run(read_back, path)[0][0] == SETTINGS
 
@@ -140,7 +140,7 @@ def test_what_somebody_else_has_at_a_temporary_path_stays(
     """A save ended in "Not a directory" there, or removed the files of somebody else."""
     path, notes = tmp_path / "state", tmp_path / "notes.txt"
     occupied = beside(path)
-    pool.run(written, path)
+    pool.run(write_shared, path)
     notes.write_text("mine")
     if (make := LEFT[kind]) is None:
         occupied.mkdir()
@@ -148,7 +148,7 @@ def test_what_somebody_else_has_at_a_temporary_path_stays(
     else:
         make(occupied, tmp_path if kind == "a link" else notes)
     needed = "nothing there, or the rest of an interrupted save. Move it away, or save under another name"
-    for message in pool.run(refused, path):
+    for message in pool.run(write_refused, path):
         assert message.startswith(f"{occupied}: found {kind}"), message
         assert message.endswith(f"needed {needed}"), message
     assert os.path.lexists(occupied)
@@ -159,7 +159,7 @@ def test_what_somebody_else_has_at_a_temporary_path_stays(
 def tried(path: Path, factor: float) -> str:
     """The sentence of a save that could not be done, empty for one that was."""
     try:
-        written(path, factor)
+        write_shared(path, factor)
     except FileError as error:
         return str(error)
     return ""
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_anywhere_or_read_only_is_one_sentence_on_every_rank
     page = os.sysconf("SC_PAGESIZE")
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         path, ballast = disk / "state", disk / "ballast"
-        pool.run(written, path)
+        pool.run(write_shared, path)
         refusals = 0
         for pages in range(40):
             ballast.write_bytes(b"")
@@ -225,7 +225,7 @@ def tried_by_a_limited_rank(limited: int, path: Path) -> str:
 def test_a_limit_of_one_rank_is_the_cause_that_every_rank_tells(limited: int, pool: Pool, tmp_path: Path) -> None:
     """Rank 0 guessed at the cause, which only the other knew, and told of a full disk."""
     path = tmp_path / "state"
-    pool.run(written, path)
+    pool.run(write_shared, path)
     for message in pool.run(tried_by_a_limited_rank, limited, path):
         assert message.startswith(f"{path}: could not be written: File too large. Free some space there, then "), (
             message

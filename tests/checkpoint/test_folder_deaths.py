@@ -35,7 +35,7 @@ def tensors_of_generation(generation: int) -> dict[str, Any]:
     return {"weight": torch.full((6, 5), float(generation)), "bias": torch.full((3,), generation, dtype=torch.bfloat16)}
 
 
-def save(path: Path, generation: int) -> None:
+def write_generation(path: Path, generation: int) -> None:
     write(path, tensors_of_generation(generation), {"generation": generation})
     forget_others(path)
 
@@ -72,12 +72,12 @@ def survivors(root: Path, how: str, cut: Callable[[Path, int], Callable[[], None
         folder = root / f"{point:04d}"
         folder.mkdir()
         if how != "the first":
-            save(place_of(folder, how, OLD), OLD)
+            write_generation(place_of(folder, how, OLD), OLD)
         ended = in_child(cut(folder, point))
         generation = (
             newest_generation(folder) if how == "one after the other" else generation_at(place_of(folder, how, NEW))
         )
-        save(place_of(folder, how, NEXT), NEXT)
+        write_generation(place_of(folder, how, NEXT), NEXT)
         assert os.listdir(folder) == [place_of(folder, how, NEXT).name], point
         assert generation_at(place_of(folder, how, NEXT)) == NEXT
         outcomes.append((ended, generation))
@@ -90,7 +90,7 @@ def dies_at_an_operation(root: Path, how: str) -> list[Any]:
     def cut(folder: Path, point: int) -> Callable[[], None]:
         def work() -> None:
             Point(folder, point, die)
-            save(place_of(folder, how, NEW), NEW)
+            write_generation(place_of(folder, how, NEW), NEW)
 
         return work
 
@@ -102,7 +102,7 @@ def dies_at_a_byte(root: Path, how: str, points: list[int]) -> list[Any]:
         def work() -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             with files_of_at_most(point, deadly=True):
-                save(place_of(folder, how, NEW), NEW)
+                write_generation(place_of(folder, how, NEW), NEW)
 
         return work
 
@@ -131,7 +131,7 @@ def test_a_process_that_ends_before_any_operation_on_files_leaves_the_old_or_the
 @pytest.mark.parametrize("step", [331, pytest.param(13, marks=pytest.mark.soak)])
 def test_a_process_that_is_killed_at_any_byte_leaves_the_old(step: int, tmp_path: Path) -> None:
     """By the system, when it writes that byte of any file: files of tensors, metadata, settings or manifest."""
-    save(tmp_path / "state", OLD)
+    write_generation(tmp_path / "state", OLD)
     longest = max(file.stat().st_size for file in (tmp_path / "state").iterdir())
     points = [*range(0, longest, step), longest]
     outcomes = alone(dies_at_a_byte, tmp_path, "another of the same name", points)
@@ -148,7 +148,7 @@ def goes_on(root: Path, cut: str, points: Iterable[int]) -> list[Any]:
         refused = None if cut == "byte" else Point(folder, point, refuse)
         try:
             with files_of_at_most(point, deadly=False) if cut == "byte" else nullcontext():
-                save(path, NEW)
+                write_generation(path, NEW)
         except FileError as error:
             message = str(error)
         reached = bool(message) if refused is None else not refused.armed
@@ -157,7 +157,7 @@ def goes_on(root: Path, cut: str, points: Iterable[int]) -> list[Any]:
         generation = generation_at(path)
         if message and cut == "byte":  # an operation may be the one that removes what was there before
             assert os.listdir(folder) == ["state"]
-        save(path, NEXT)
+        write_generation(path, NEXT)
         assert generation_at(path) == NEXT
         assert os.listdir(folder) == ["state"]
         (folder.parent / "told.json").write_text(json.dumps([message, generation, reached]))
@@ -165,7 +165,7 @@ def goes_on(root: Path, cut: str, points: Iterable[int]) -> list[Any]:
     for point in points:
         folder = root / f"{point:04d}"
         folder.mkdir()
-        save(folder / "state", OLD)
+        write_generation(folder / "state", OLD)
         assert in_child(lambda folder=folder, point=point: save_twice(folder, point)) == 0, point
         last_message, last_generation, reached = json.loads((root / "told.json").read_text())
         outcomes.append((last_message, last_generation))
@@ -177,7 +177,7 @@ def goes_on(root: Path, cut: str, points: Iterable[int]) -> list[Any]:
 @pytest.mark.parametrize("cut", ["operation", "byte"])
 def test_what_cannot_be_written_is_one_sentence_and_the_process_goes_on(cut: str, tmp_path: Path) -> None:
     """An operation on files that fails, or a limit on their size (a quota is one), at each point."""
-    save(tmp_path / "state", OLD)
+    write_generation(tmp_path / "state", OLD)
     longest = max(file.stat().st_size for file in (tmp_path / "state").iterdir())
     points = itertools.count() if cut == "operation" else [*range(0, longest, 700), longest]
     outcomes = alone(goes_on, tmp_path, cut, points)
@@ -213,7 +213,7 @@ def test_no_name_is_given_before_all_is_on_the_disk(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "rename", renamed)
     path = tmp_path / "state"
-    save(path, OLD)
+    write_generation(path, OLD)
     at = operations.index(("rename", str(path)))
     scratch = str(tmp_path / ".state.writing")
     waited = [name for operation, name in operations[:at] if operation == "fsync"]

@@ -74,7 +74,7 @@ def make(
     return model, mm.Muon(groups, process_group=group, compute_dtype=torch.float32, **settings)
 
 
-def advance(model: nn.Module, optimizer: mm.Muon, seed: int) -> None:
+def step_with_random_gradients(model: nn.Module, optimizer: mm.Muon, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -91,17 +91,17 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
     def save(**how: Any) -> Path:
         model, optimizer = make(**how)
-        advance(model, optimizer, 1)
+        step_with_random_gradients(model, optimizer, 1)
         mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
         return tmp_path / "checkpoint"
 
     return save
 
 
-def refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> str:
+def load_refused(path: Path, error: type[Exception] = mm.StateError, **how: Any) -> str:
     """Load into something that does not fit, and return the message; nothing has changed."""
     model, optimizer = make(seed=5, **how)
-    advance(model, optimizer, 2)
+    step_with_random_gradients(model, optimizer, 2)
     before = whole_with_buffers(model, optimizer)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     with pytest.raises(error) as caught:
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("difference", REFUSED)
 def test_what_differs_is_told_together(saved: Callable[..., Path], difference: str) -> None:
     before, after, parts = REFUSED[difference]
-    message = refused(saved(**before), **after)
+    message = load_refused(saved(**before), **after)
     assert [part for part in parts if part not in message] == []
 
 
@@ -155,12 +155,12 @@ def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callabl
     shapes = {**SHAPES, "gate.weight": (3, 3)}
     del shapes["up.weight"]
     model, optimizer = make(shapes, seed=5)
-    advance(model, optimizer, 2)
+    step_with_random_gradients(model, optimizer, 2)
     before = whole_with_buffers(model, optimizer)
     mm.checkpoint.load(path, model, optimizer, strict=False)
     after = whole_with_buffers(model, optimizer)
     first, its_optimizer = make()
-    advance(first, its_optimizer, 1)
+    step_with_random_gradients(first, its_optimizer, 1)
     expected = whole_with_buffers(first, its_optimizer)
     for name, value in after.items():
         assert torch.equal(value, (before if name.startswith("gate") else expected)[name]), name
@@ -194,14 +194,14 @@ def test_groups_may_be_cut_otherwise_if_their_settings_are_the_same(saved: Calla
     mm.checkpoint.load(path, model, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 0.25]
     first, its_optimizer = make()
-    advance(first, its_optimizer, 1)
+    step_with_random_gradients(first, its_optimizer, 1)
     momentum = optimizer.state[model.get_parameter("qkv.weight")]["momentum_buffer"]
     assert torch.equal(momentum, its_optimizer.state[first.get_parameter("qkv.weight")]["momentum_buffer"])
 
     other, two = apart(lr=0.125)
-    advance(other, two, 1)
+    step_with_random_gradients(other, two, 1)
     mm.checkpoint.save(tmp_path / "apart", other, two)
-    message = refused(tmp_path / "apart")
+    message = load_refused(tmp_path / "apart")
     assert "found qkv.weight saved with lr=0.5, up.weight with lr=0.125" in message
     assert "Give them groups of their own" in message
 
@@ -213,14 +213,14 @@ def test_a_matrix_may_be_fused_or_split_if_its_state_means_the_same(saved: Calla
     path = saved()
     model, optimizer = make(seed=5, specs=WHOLE)
     mm.checkpoint.load(path, model, optimizer)
-    advance(model, optimizer, 3)
+    step_with_random_gradients(model, optimizer, 3)
     other, its_optimizer = make(specs=FUSED)
-    advance(other, its_optimizer, 1)
+    step_with_random_gradients(other, its_optimizer, 1)
     its_optimizer.param_groups[0]["matrices"][0] = "whole"
     expected = mm.Muon(groups_of(other, WHOLE), process_group="local", compute_dtype=torch.float32)
     for parameter, state in its_optimizer.state.items():
         expected.state[parameter] = dict(state)
-    advance(other, expected, 3)
+    step_with_random_gradients(other, expected, 3)
     assert problem.differing(whole_with_buffers(model, optimizer), whole_with_buffers(other, expected)) == []
 
 
@@ -229,7 +229,7 @@ def test_masters_take_weights_that_would_be_rounded(saved: Callable[..., Path]) 
     model, optimizer = make(seed=5, dtype=torch.bfloat16, master_dtype=torch.float32)
     mm.checkpoint.load(path, model, optimizer)
     first, its_optimizer = make()
-    advance(first, its_optimizer, 1)
+    step_with_random_gradients(first, its_optimizer, 1)
     weight = model.get_parameter("up.weight")
     assert torch.equal(optimizer.state[weight]["master"], first.get_parameter("up.weight"))
     assert torch.equal(weight, first.get_parameter("up.weight").bfloat16())
@@ -242,7 +242,7 @@ def test_complex_weights_have_masters_as_wide_as_real_ones(tmp_path: Path) -> No
         return model, mm.Muon(groups, master_dtype=torch.float64)
 
     model, optimizer = masters()
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     mm.checkpoint.save(tmp_path / "complex", model, optimizer)
     other, loaded = masters()
     mm.checkpoint.load(tmp_path / "complex", other, loaded)
@@ -256,17 +256,17 @@ def test_before_the_first_step_there_is_no_state_to_save_or_to_load(tmp_path: Pa
     mm.checkpoint.save(tmp_path / "fresh", fresh, untouched)
     assert not untouched.state
     model, optimizer = make(seed=5)
-    advance(model, optimizer, 2)
+    step_with_random_gradients(model, optimizer, 2)
     mm.checkpoint.load(tmp_path / "fresh", model, optimizer)
     for pair in ((model, optimizer), (fresh, untouched)):
-        advance(*pair, 3)
+        step_with_random_gradients(*pair, 3)
     assert problem.differing(whole_with_buffers(model, optimizer), whole_with_buffers(fresh, untouched)) == []
 
 
-def stepped(**settings: Any) -> tuple[nn.Module, mm.Muon]:
+def linear_after_step(**settings: Any) -> tuple[nn.Module, mm.Muon]:
     model = nn.Linear(130, 100, bias=False)
     optimizer = mm.Muon(model.named_parameters(), process_group="local", **{"kernels": "torch", **settings})
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     return model, optimizer
 
 
@@ -286,16 +286,16 @@ def test_who_goes_on_with_other_products_is_told_once(
     tmp_path: Path, products: None, other: dict[str, Any], message: str
 ) -> None:
     """A run that named its set of coefficients goes on with it."""
-    mm.checkpoint.save(tmp_path / "auto", *stepped())
+    mm.checkpoint.save(tmp_path / "auto", *linear_after_step())
     with pytest.warns(UserWarning, match=message) as caught:
-        mm.checkpoint.load(tmp_path / "auto", *stepped(**other))
+        mm.checkpoint.load(tmp_path / "auto", *linear_after_step(**other))
     assert len(caught) == 1
-    mm.checkpoint.save(tmp_path / "named", *stepped(ns_coefficients="polar_express"))
-    model, optimizer = stepped()
+    mm.checkpoint.save(tmp_path / "named", *linear_after_step(ns_coefficients="polar_express"))
+    model, optimizer = linear_after_step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mm.checkpoint.load(tmp_path / "named", model, optimizer)
-        mm.checkpoint.load(tmp_path / "auto", *stepped())
+        mm.checkpoint.load(tmp_path / "auto", *linear_after_step())
     assert [group["ns_coefficients"] for group in optimizer.param_groups] == ["polar_express"]
 
 
@@ -333,12 +333,12 @@ def test_what_differs_in_a_full_state_dict_is_named(change: str, strict: bool) -
     """What is missing torch names, or leaves as it was; what does not fit we do, strict or not."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=strict)
     first, its_optimizer = make()
-    advance(first, its_optimizer, 1)
+    step_with_random_gradients(first, its_optimizer, 1)
     full: Any = get_optimizer_state_dict(first, its_optimizer, options=options)
     do, message = CHANGES[change]
     do(full)
     model, optimizer = make(seed=5)
-    advance(model, optimizer, 2)
+    step_with_random_gradients(model, optimizer, 2)
     before = whole_with_buffers(model, optimizer)
     if strict or change in ("another shape", "too much"):
         with pytest.raises((mm.StateError, RuntimeError), match=re.escape(message)):
@@ -371,7 +371,7 @@ class Calibrated(nn.Module):
 def with_extra(extra: Any, seed: int = 0) -> tuple[Model, mm.Muon, Calibrated]:
     model, optimizer = make(seed=seed)
     model.get_submodule("up").add_module("scales", Calibrated(extra))
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     return model, optimizer, model.get_submodule("up.scales")  # type: ignore[return-value]
 
 
@@ -412,14 +412,14 @@ def test_extra_state_is_refused_by_name(extra: Any, value: str, tmp_path: Path) 
 
 def alone_on_each_rank(path: str) -> None:
     model, optimizer = make(group="local")
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     mm.checkpoint.save(path, model, optimizer)
 
 
 def fits_on_one_rank(path: str) -> tuple[str, list[str]]:
     rank = torch.distributed.get_rank()
     model, optimizer = make(group="world")
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     mm.checkpoint.save(path, model, optimizer)
     other, two = make({**SHAPES, "embed.weight": (7, 4 + rank)}, seed=5, group="world")
     before = whole_with_buffers(other, two)

@@ -70,7 +70,7 @@ def saved(tmp_path: Path) -> Saved:
     return tmp_path / "saved", other, mm.from_model(other, lr=0.3)
 
 
-def refused(saved: Saved) -> str:
+def load_of_changed_refused(saved: Saved) -> str:
     """Load, which must be refused with one short sentence, soon, and without memory or a change."""
     folder, model, optimizer = saved
     groups = [dict(group) for group in optimizer.param_groups]
@@ -188,7 +188,7 @@ def with_tensor(**values: Any) -> Callable[[Any], None]:
     return lambda content: content["tensors"][UP].update(values)
 
 
-def whole(*shape: int) -> Callable[[Any], None]:
+def with_whole_shape(*shape: int) -> Callable[[Any], None]:
     def change(content: Any) -> None:
         content["tensors"][UP]["shape"] = piece(content)["shape"] = list(shape)
         piece(content)["offset"] = [0] * len(shape)
@@ -196,7 +196,7 @@ def whole(*shape: int) -> Callable[[Any], None]:
     return change
 
 
-def halves(content: Any) -> None:
+def in_two_pieces(content: Any) -> None:
     entry = content["tensors"][UP]
     entry["pieces"] = [{**piece(content), "shape": [3, 4]}, {**piece(content), "shape": [3, 4], "offset": [3, 0]}]
 
@@ -230,19 +230,19 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "file of many digits": (with_piece(file=f"__{'1' * 5_000_000}_0.distcp"), FILE),
     "file of a list": (with_piece(file=["__0_0.distcp"]), f"found a list; {FILE}"),
     "file that is not there": (with_piece(file="__7_0.distcp"), "which the manifest does not tell of"),
-    "larger": (whole(10**15, 4), " up to byte "),
-    "huge": (whole(10**400, 4), SHAPE),
-    "huge in all dims": (whole(*[2**62] * 16), " up to byte "),
-    "many dims": (whole(*[1] * 17), SHAPE),
-    "very many dims": (whole(*[1] * 1_000_000), SHAPE),
-    "less than nothing": (whole(-6, 4), SHAPE),
+    "larger": (with_whole_shape(10**15, 4), " up to byte "),
+    "huge": (with_whole_shape(10**400, 4), SHAPE),
+    "huge in all dims": (with_whole_shape(*[2**62] * 16), " up to byte "),
+    "many dims": (with_whole_shape(*[1] * 17), SHAPE),
+    "very many dims": (with_whole_shape(*[1] * 1_000_000), SHAPE),
+    "less than nothing": (with_whole_shape(-6, 4), SHAPE),
     "no list": (with_tensor(shape=6), f"found 6; {SHAPE}"),
     "other dims": (with_tensor(shape=[24]), "with another number of dims"),
     "outside": (with_piece(offset=[1, 0]), "a piece of model.up.weight that lies outside of it"),
     "half": (with_piece(shape=[3, 4]), "no piece of model.up.weight for some elements"),
     "no pieces": (with_tensor(pieces=[]), "no piece of model.up.weight for some elements"),
     "twice": (lambda content: content["tensors"][UP].update(pieces=[piece(content)] * 2), "overlap"),
-    "two for the same bytes": (halves, "in another piece, at byte "),
+    "two for the same bytes": (in_two_pieces, "in another piece, at byte "),
     "wider dtype": (with_tensor(dtype="float64"), "float64, which float32 would round"),
     "no dtype": (with_tensor(dtype="float33"), "found 'float33'; needed a dtype"),
     "a class": (with_tensor(dtype="Tensor"), "found 'Tensor'; needed a dtype"),
@@ -262,7 +262,7 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda content: content["tensors"].update({"model.up.weights": content["tensors"].pop(UP)}),
         "no model.up.weight (the nearest is up.weights); model.up.weights, which nothing here has (the nearest is ",
     ),
-    "another shape": (whole(4, 6), "model.up.weight of shape (4, 6), where (6, 4) is needed"),
+    "another shape": (with_whole_shape(4, 6), "model.up.weight of shape (4, 6), where (6, 4) is needed"),
     "very many others": (strangers, "; and 99992 more; needed what this model"),
 }
 
@@ -271,7 +271,7 @@ FORGED: dict[str, tuple[Callable[[Any], None], str]] = {
 def test_a_forged_manifest_is_refused(name: str, saved: Saved) -> None:
     folder, (change, message) = saved[0], FORGED[name]
     forge(folder, change)
-    refusal = refused(saved)
+    refusal = load_of_changed_refused(saved)
     parts = message.split(".*")
     assert all(part in refusal for part in parts), refusal
 
@@ -302,7 +302,7 @@ def test_junk_is_refused_soon_and_takes_no_memory_to_speak_of(name: str, file: s
     (saved[0] / file).write_text(JUNK[name](size))
     if file != MANIFEST_FILE:
         forge(saved[0])
-    assert file in refused(saved)
+    assert file in load_of_changed_refused(saved)
 
 
 # ------------------------------------------------------------------ forged settings and manifests
@@ -348,7 +348,7 @@ def test_forged_settings_are_refused(name: str, saved: Saved) -> None:
     change(content)
     (folder / SETTINGS_FILE).write_text(json.dumps(content))
     forge(folder)
-    refusal = refused(saved)
+    refusal = load_of_changed_refused(saved)
     assert message in refusal, refusal
 
 
@@ -381,13 +381,13 @@ def test_a_broken_manifest_is_one_sentence(content: str, message: str, tmp_path:
 def test_a_changed_number_in_the_manifest_is_noticed(saved: Saved) -> None:
     file, start = saved[0] / MANIFEST_FILE, read_manifest(saved[0]).tensors[UP].pieces[0].start
     file.write_text(file.read_text().replace(f'"start": {start}', f'"start": {start - 4}'))
-    assert "manifest.json: its content has changed since it was written" in refused(saved)
+    assert "manifest.json: its content has changed since it was written" in load_of_changed_refused(saved)
 
 
 def test_a_manifest_that_leaves_out_a_file_is_refused(saved: Saved) -> None:
     for name in (SETTINGS_FILE, METADATA_FILE):
         forge(saved[0], lambda content, name=name: content["files"].pop(name))
-        assert f"['files']['{name}']: found nothing; needed a dict" in refused(saved)
+        assert f"['files']['{name}']: found nothing; needed a dict" in load_of_changed_refused(saved)
 
 
 # ------------------------------------------------------------------ pieces

@@ -50,7 +50,7 @@ def sharded_tensors(factor: float) -> dict[str, Any]:
     return {**weights, "model.bias": torch.full((5,), 3.0 * factor, dtype=torch.bfloat16)}
 
 
-def save(folder: Path) -> None:
+def write_sharded(folder: Path) -> None:
     write(folder, sharded_tensors(1.0), SETTINGS)
 
 
@@ -95,7 +95,7 @@ def outcomes(root: Path, name: str, numbers: range) -> list[tuple[int, str, str]
 def test_a_mutated_checkpoint_is_refused_on_every_rank_or_harmless(
     name: str, count: int, pool: Pool, tmp_path: Path
 ) -> None:
-    pool.run(save, tmp_path / "whole")
+    pool.run(write_sharded, tmp_path / "whole")
     (tmp_path / "outside").mkdir()
     by_rank = pool.run(outcomes, tmp_path, name, range(count), timeout=1800.0)
     allowed = {"equal"}

@@ -35,7 +35,7 @@ COMPUTE = torch.float32
 WHOLE = cases.Source(problem.PARAMETERS, problem.initial)
 
 
-def build(layout: str) -> tuple[nn.Module, mm.Muon]:
+def build_layout(layout: str) -> tuple[nn.Module, mm.Muon]:
     """``-shared`` after the name of a layout stores momentum sharded over its replicas."""
     model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
     settings = {**problem.SETTINGS, "compute_dtype": COMPUTE, "shard_state": layout.endswith("-shared")}
@@ -46,8 +46,8 @@ def never_stopped() -> dict[str, Tensor]:
     return problem.alone(4, compute_dtype=COMPUTE)
 
 
-def save(layout: str, path: str, flat: bool) -> None:
-    model, optimizer = build(layout)
+def save_by_dcp(layout: str, path: str, flat: bool) -> None:
+    model, optimizer = build_layout(layout)
     problem.advance(model, optimizer, 0, 2)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = {
@@ -57,8 +57,8 @@ def save(layout: str, path: str, flat: bool) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def load(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
-    model, optimizer = build(layout)
+def load_by_dcp(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
+    model, optimizer = build_layout(layout)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state: dict[str, Any] = {
         "model": get_model_state_dict(model),
@@ -88,14 +88,14 @@ def test_resharding_continues_bit_for_bit(
     workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
 ) -> None:
     """A state dict nested or flattened."""
-    workers(before[0]).run(save, before[1], str(tmp_path), flat)
-    for result in workers(after[0]).run(load, after[1], str(tmp_path), flat):
+    workers(before[0]).run(save_by_dcp, before[1], str(tmp_path), flat)
+    for result in workers(after[0]).run(load_by_dcp, after[1], str(tmp_path), flat):
         assert problem.differing(result, never_stopped()) == []
 
 
 def full_state(path: str, layout: str = "fsdp") -> None:
     """A full state dict from several ranks, as a single process would save it."""
-    model, optimizer = build(layout)
+    model, optimizer = build_layout(layout)
     problem.advance(model, optimizer, 0, 2)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
@@ -105,7 +105,7 @@ def full_state(path: str, layout: str = "fsdp") -> None:
 
 def broadcast(path: str, layout: str = "fsdp") -> dict[str, Tensor]:
     """A full state dict, read by rank 0 only, into several ranks."""
-    model, optimizer = build(layout)
+    model, optimizer = build_layout(layout)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     full: tuple[Any, Any] = torch.load(path, weights_only=True) if dist.get_rank() == 0 else ({}, {})
     set_model_state_dict(model, full[0], options=options)
@@ -119,7 +119,7 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
     path = str(tmp_path / "full.pt")
     workers(4).run(full_state, path, layout)
     expected = never_stopped()
-    alone, other = build("local")
+    alone, other = build_layout("local")
     weights, state = torch.load(path, weights_only=True)
     set_model_state_dict(alone, weights)
     set_optimizer_state_dict(alone, other, state)
@@ -132,12 +132,12 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
 def wrong_kinds() -> list[str]:
     """Whole tensors into shards, and shards of another placement: an error, not half of the momentum."""
     messages = []
-    whole_model, whole_optimizer = build("local")
+    whole_model, whole_optimizer = build_layout("local")
     problem.advance(whole_model, whole_optimizer, 0, 1)
-    other_model, other_optimizer = build("shard1")
+    other_model, other_optimizer = build_layout("shard1")
     problem.advance(other_model, other_optimizer, 0, 1)
     for source in (whole_optimizer, other_optimizer):
-        _, optimizer = build("shard0")
+        _, optimizer = build_layout("shard0")
         with pytest.raises(mm.StateError) as caught:
             optimizer.load_state_dict(source.state_dict())
         messages.append(str(caught.value))
@@ -184,7 +184,7 @@ class Late(dcp.FileSystemWriter):
 
 
 def save_while_training(layout: str, path: str) -> None:
-    model, optimizer = build(layout)
+    model, optimizer = build_layout(layout)
     problem.advance(model, optimizer, 0, 2)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     writer = Late(path)
@@ -200,7 +200,7 @@ def save_while_training(layout: str, path: str) -> None:
 def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: Path, layout: str) -> None:
     """Steps write momentum and weights in place; torch copies them before `async_save` returns."""
     workers(2).run(save_while_training, layout, str(tmp_path))
-    for result in workers(2).run(load, layout, str(tmp_path), False):
+    for result in workers(2).run(load_by_dcp, layout, str(tmp_path), False):
         assert problem.differing(result, never_stopped()) == []
 
 

@@ -30,7 +30,7 @@ AT = 3  # matrices and AdamW's on either side
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # of a group that several ranks have, DCP keeps one list
 
 
-def build(stages: int, seed: int = 0) -> tuple[nn.Module, mm.Muon]:
+def build_stage(stages: int, seed: int = 0) -> tuple[nn.Module, mm.Muon]:
     """The stage of this rank, sharded where a stage has several ranks; 1: all of it in one process."""
     values = problem.initial(seed)
     ranks = dist.get_world_size() // stages if stages > 1 else 1
@@ -48,7 +48,7 @@ def build(stages: int, seed: int = 0) -> tuple[nn.Module, mm.Muon]:
     return model, mm.Muon(problem.groups(model), process_group=group, compute_dtype=torch.float32, **problem.SETTINGS)
 
 
-def advance(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
+def advance_stage(model: nn.Module, optimizer: mm.Muon, first: int, last: int) -> None:
     for step in range(first, last):
         gradients = problem.gradients(step)
         for name, parameter in model.named_parameters():
@@ -66,9 +66,9 @@ def stage_snapshot(model: nn.Module, optimizer: mm.Muon) -> dict[str, Tensor]:
     return {name: problem.whole(value) for name, value in tensors.items()}
 
 
-def save(stages: int, path: str, how: str) -> None:
-    model, optimizer = build(stages)
-    advance(model, optimizer, 0, 2)
+def save_stages(stages: int, path: str, how: str) -> None:
+    model, optimizer = build_stage(stages)
+    advance_stage(model, optimizer, 0, 2)
     if how == "ours":
         mm.checkpoint.save(path, model, optimizer)
     else:
@@ -80,18 +80,18 @@ def state_by_torch(model: nn.Module, optimizer: mm.Muon) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": state}
 
 
-def load(stages: int, path: str, how: str) -> dict[str, Tensor]:
+def load_stages(stages: int, path: str, how: str) -> dict[str, Tensor]:
     """Go on from it under other weights, two steps."""
-    model, optimizer = build(stages, seed=7)
+    model, optimizer = build_stage(stages, seed=7)
     if how == "ours":
         mm.checkpoint.load(path, model, optimizer)
     else:
-        advance(model, optimizer, 0, 1)  # DCP reads into what is there
+        advance_stage(model, optimizer, 0, 1)  # DCP reads into what is there
         state = state_by_torch(model, optimizer)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
-    advance(model, optimizer, 2, 4)
+    advance_stage(model, optimizer, 2, 4)
     return stage_snapshot(model, optimizer)
 
 
@@ -99,16 +99,16 @@ def load(stages: int, path: str, how: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_stages_go_to_one_process_and_back(workers, tmp_path: Path, ranks: int, how: str) -> None:
     """On 2 ranks a stage is whole on each; on 4, FSDP2 cuts each in two."""
-    model, optimizer = build(1)
-    advance(model, optimizer, 0, 4)
+    model, optimizer = build_stage(1)
+    advance_stage(model, optimizer, 0, 4)
     expected = stage_snapshot(model, optimizer)
 
-    workers(ranks).run(save, 2, str(tmp_path / "stages"), how)
-    assert problem.differing(load(1, str(tmp_path / "stages"), how), expected) == []
+    workers(ranks).run(save_stages, 2, str(tmp_path / "stages"), how)
+    assert problem.differing(load_stages(1, str(tmp_path / "stages"), how), expected) == []
 
-    save(1, str(tmp_path / "one"), how)
+    save_stages(1, str(tmp_path / "one"), how)
     for path in ("one", "stages"):
-        by_rank = workers(ranks).run(load, 2, str(tmp_path / path), how)
+        by_rank = workers(ranks).run(load_stages, 2, str(tmp_path / path), how)
         assert {name for rank_tensors in by_rank for name in rank_tensors} == expected.keys()
         for rank_tensors in by_rank:
             assert problem.differing(rank_tensors, {name: expected[name] for name in rank_tensors}) == []

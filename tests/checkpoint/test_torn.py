@@ -22,15 +22,15 @@ COVERS = (
 )
 
 
-def stepped() -> tuple[nn.Module, mm.Muon]:
+def ddp_after_step() -> tuple[nn.Module, mm.Muon]:
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
     optimizer = mm.from_model(model, lr=0.1)
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
     return model, optimizer
 
 
-def step(model: nn.Module, optimizer: mm.Muon) -> None:
+def step_on_ones(model: nn.Module, optimizer: mm.Muon) -> None:
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -38,9 +38,9 @@ def step(model: nn.Module, optimizer: mm.Muon) -> None:
 
 def torn(path: str) -> list[str]:
     """What this rank is told by a load that rank 1 cannot finish, and by what it does then."""
-    model, optimizer = stepped()
+    model, optimizer = ddp_after_step()
     mm.checkpoint.save(path, model, optimizer)
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
 
     def refuse(*_: Any) -> None:
         raise MemoryError("no room for a copy")
@@ -51,7 +51,7 @@ def torn(path: str) -> list[str]:
     for call in (
         lambda: mm.checkpoint.load(path, model, optimizer),
         lambda: mm.checkpoint.save(path, model, optimizer),
-        lambda: step(model, optimizer),
+        lambda: step_on_ones(model, optimizer),
         optimizer.state_dict,
     ):
         try:
@@ -61,7 +61,7 @@ def torn(path: str) -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
     record.fill = fill
     mm.checkpoint.load(path, model, optimizer)
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
     return messages
 
 
@@ -75,13 +75,13 @@ def test_a_load_that_one_rank_cannot_finish_is_told_on_all_and_marks_all(workers
             assert "a load of a checkpoint that was interrupted while it wrote" in message
 
 
-def without_memory(path: str) -> str:
+def save_without_memory(path: str) -> str:
     """What this rank is told by a save for which rank 1 has no memory."""
 
     def refuse(*_: Any) -> None:
         raise MemoryError("no room for a copy")
 
-    model, optimizer = stepped()
+    model, optimizer = ddp_after_step()
     written = record._written
     record._written = refuse if dist.get_rank() == 1 else written  # type: ignore[assignment]
     try:
@@ -94,7 +94,7 @@ def without_memory(path: str) -> str:
 
 
 def test_a_save_for_which_one_rank_has_no_memory_is_told_on_all(workers: Any, tmp_path: Path) -> None:
-    messages = workers(2).run(without_memory, str(tmp_path / "saved"))
+    messages = workers(2).run(save_without_memory, str(tmp_path / "saved"))
     assert messages == ["rank 1: MemoryError: no room for a copy", "no room for a copy"]
     assert not list(tmp_path.iterdir())
 
@@ -105,21 +105,21 @@ def test_a_warning_that_is_made_an_error_comes_before_anything_is_written(
 ) -> None:
     model = nn.Linear(4, 6)
     optimizer = mm.from_model(model, lr=0.1)
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr("muonmesh.checkpoint.record.told_products", lambda *_, **__: "others")
         mm.checkpoint.save(tmp_path / "saved", model, optimizer)
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
     before = [tensor.clone() for tensor in model.parameters()]
     with pytest.raises(UserWarning, match="by the products 'others"):
         mm.checkpoint.load(tmp_path / "saved", model, optimizer)
     assert all(map(torch.equal, before, model.parameters()))
-    step(model, optimizer)
+    step_on_ones(model, optimizer)
 
 
 def with_another_optimizer(path: str) -> list[str]:
     """What this rank is told where rank 1 gives an optimizer that cannot be saved, and loaded."""
-    model, optimizer = stepped()
+    model, optimizer = ddp_after_step()
     mm.checkpoint.save(path, model, optimizer)
     saved_optimizer: Any = torch.optim.SGD(model.parameters()) if dist.get_rank() == 1 else optimizer
     messages = []

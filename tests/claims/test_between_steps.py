@@ -90,7 +90,7 @@ def inference(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def without_memory(tensor: Tensor) -> Tensor:
+def with_storage_of_zero(tensor: Tensor) -> Tensor:
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -114,7 +114,7 @@ VARIANTS: dict[str, Callable[[Tensor], Any]] = {
     "overlapping": overlapping,
     "sparse": lambda tensor: tensor.to_sparse(),
     "inference": inference,
-    "freed": without_memory,
+    "freed": with_storage_of_zero,
     "requires grad": lambda tensor: tensor.clone().requires_grad_(),
     "NaN": lambda tensor: torch.full(tensor.shape, math.nan).to(tensor.dtype),
     "infinite": lambda tensor: torch.full(tensor.shape, math.inf).to(tensor.dtype),
@@ -492,7 +492,7 @@ def test_a_freed_tensor_in_place_of_a_state_is_not_read() -> None:
     weight = training.weights["a"]
     before, state = all_of(training), training.optimizer.state[weight]
     training.gradients()
-    training.optimizer.state[weight] = without_memory(torch.ones(3000))  # type: ignore[assignment]
+    training.optimizer.state[weight] = with_storage_of_zero(torch.ones(3000))  # type: ignore[assignment]
     with pytest.raises(mm.StateError, match="a: found a Tensor as its state; needed a dict"):
         training.optimizer.step()
     training.optimizer.state[weight] = state

@@ -379,7 +379,7 @@ def fuzzed_optimizer(groups: Any, settings: dict[str, Any], **more: Any) -> mm.M
     return mm.Muon(groups, lr=0.02, momentum=0.9, compute_dtype=torch.float32, **settings, **more)
 
 
-def in_one_process(model: Model) -> tuple[list[Tensor], list[Tensor]]:
+def fuzzed_in_one_process(model: Model) -> tuple[list[Tensor], list[Tensor]]:
     """Weights and momenta, whole, after all steps; a momentum that was never created is zero."""
     parameters = [nn.Parameter(value) for value in model.values()]
     settings = {key: value for key, value in model.settings.items() if key != "shard_state"}
@@ -535,7 +535,7 @@ def differing_by_rank(model: Model, outcomes: list[Outcome]) -> list[str]:
     errors = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if errors:
         return sorted(set(errors))
-    weights, momenta = (in_turn(model, values) for values in in_one_process(model))
+    weights, momenta = (in_turn(model, values) for values in fuzzed_in_one_process(model))
     differences = []
     for number, placed_tensors in enumerate(model.placed):
         for rank, outcome in enumerate(outcomes):

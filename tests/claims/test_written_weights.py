@@ -195,7 +195,7 @@ def trained_and_written(layout: str, how: str, **settings: Any) -> dict[str, Ten
 
 
 @functools.cache
-def in_one_process(how: str, **settings: Any) -> dict[str, Tensor]:
+def written_in_one_process(how: str, **settings: Any) -> dict[str, Tensor]:
     return trained_and_written("local", how, **settings)
 
 
@@ -203,7 +203,7 @@ def differing_by_writer(layout: str, writing: list[str], **settings: Any) -> dic
     """What differs from one process, by what was written; ``shard_state`` and the like matter to ranks alone."""
     alone = {key: value for key, value in settings.items() if key in (*MASTERS, "stochastic_rounding")}
     return {
-        how: problem.differing(trained_and_written(layout, how, **settings), in_one_process(how, **alone))
+        how: problem.differing(trained_and_written(layout, how, **settings), written_in_one_process(how, **alone))
         for how in writing
     }
 

@@ -82,7 +82,7 @@ def norm_of(gradients: dict[str, Tensor], names: list[str]) -> float:
     return math.sqrt(math.fsum(float(gradients[name].double().square().sum()) for name in names))
 
 
-def trained(
+def trained_with_clipping(
     layout: str, policy: str, steps: int, gradients_of: Callable[[int], dict[str, Tensor]], **options: Any
 ) -> Any:
     """Step with clipping before each step; return the norms and their means, and parameters and state."""
@@ -133,8 +133,8 @@ def all_policies(layout: str) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm_means, "WARM_UP", 2)
         return [
-            *(trained(layout, policy, 2, problem.gradients) for policy in POLICIES),
-            trained(layout, "separate", 4, functools.partial(spiky, spike=2), skip_above="4x"),
+            *(trained_with_clipping(layout, policy, 2, problem.gradients) for policy in POLICIES),
+            trained_with_clipping(layout, "separate", 4, functools.partial(spiky, spike=2), skip_above="4x"),
         ]
 
 
@@ -155,7 +155,7 @@ def test_every_policy_has_the_bits_of_one_process(workers, alone, ranks: int, la
         assert [skipped for *_, skipped in outcome[-1][0][:4]] == [False, False, True, False]
 
 
-def clipped(gradients: dict[str, Tensor], policy: str, **options: Any) -> dict[str, Tensor]:
+def clipped_gradients(gradients: dict[str, Tensor], policy: str, **options: Any) -> dict[str, Tensor]:
     model, group = problem.hold("local", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS, **FP32)
     for name, gradient in gradients.items():
@@ -174,7 +174,7 @@ def test_what_each_policy_scales() -> None:
         "separate": (norm[MUON[0]], norm[ADAMW[0]]),
     }
     for policy in POLICIES:
-        gradients = clipped(raw, policy)
+        gradients = clipped_gradients(raw, policy)
         for names, limit in zip((MUON, ADAMW), by[policy], strict=True):
             for name in names:
                 if limit is None:
@@ -185,12 +185,12 @@ def test_what_each_policy_scales() -> None:
 
 def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
     small = {name: gradient * 1e-9 for name, gradient in problem.gradients(4).items()}
-    assert problem.differing(clipped(small, "all"), small) == []
+    assert problem.differing(clipped_gradients(small, "all"), small) == []
     model, _ = problem.hold("local", problem.initial())
     for name, gradient in problem.gradients(4).items():
         model.get_parameter(name).grad = gradient
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.5)
-    gradients = clipped(problem.gradients(4), "all")
+    gradients = clipped_gradients(problem.gradients(4), "all")
     for name, parameter in model.named_parameters():
         assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5)
 
@@ -357,7 +357,7 @@ def test_a_state_without_means_begins_anew() -> None:
     assert means_of(optimizer) == [(0, 0, 0)] * 2
 
 
-def advance(holding: layouts.Held, optimizer: mm.Muon, first: int, last: int) -> list[bool]:
+def steps_skipped(holding: layouts.Held, optimizer: mm.Muon, first: int, last: int) -> list[bool]:
     skipped = []
     for step in range(first, last):
         holding.give(spiky(step))
@@ -383,12 +383,12 @@ def save_means(path: str) -> Any:
     """Save in all ways just before the spike, and go on."""
     holding = problem.holding("fsdp")
     optimizer = problem.optimizer_of(holding, **FP32)
-    advance(holding, optimizer, 0, WARM_UP + 2)
+    steps_skipped(holding, optimizer, 0, WARM_UP + 2)
     for flatten in (False, True):
         dcp.save(of_torch(holding, optimizer, flatten), checkpoint_id=f"{path}/{flatten}")
     mm.checkpoint.save(f"{path}/ours", model_of(holding), optimizer)
     saved = means_of(optimizer)
-    skipped = advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
+    skipped = steps_skipped(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
     return saved, skipped, means_of(optimizer), holding.whole(optimizer)
 
 
@@ -406,7 +406,7 @@ def load_means(layout: str, path: str) -> Any:
             options = StateDictOptions(flatten_optimizer_state_dict=kind == "True")
             set_optimizer_state_dict(model_of(holding), optimizer, state["optimizer"], options=options)
         loaded = means_of(optimizer)
-        skipped = advance(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
+        skipped = steps_skipped(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
         results.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer) if kind == "ours" else {}))
     return results
 
@@ -588,7 +588,7 @@ def test_a_rule_is_clipped_unless_it_claims_to_be_scale_invariant(monkeypatch: p
     assert [RULES[name].scale_invariant for name in ("muon", "adamw")] == [True, False]
     raw = problem.gradients(4)
     monkeypatch.setattr(MuonRule, "scale_invariant", False)
-    assert all(not torch.equal(clipped(raw, "adamw_only")[name], raw[name]) for name in MUON)
+    assert all(not torch.equal(clipped_gradients(raw, "adamw_only")[name], raw[name]) for name in MUON)
 
 
 def test_matrices_under_a_rule_that_feels_the_scale_are_clipped_where_all_are_matrices(

@@ -17,7 +17,7 @@ from tests.support.on_ranks import on_ranks
 COVERS = ("clip.limits.scale_groups",)
 
 
-def build() -> tuple[list[nn.Parameter], mm.Muon]:
+def build_of_rank() -> tuple[list[nn.Parameter], mm.Muon]:
     """One stage: rank r's matrix has gradients of r + 1, its vector of 2 (r + 1)."""
     factor = 1 + (dist.get_rank() if dist.is_initialized() else 0)
     matrix, vector = nn.Parameter(torch.ones(4, 9)), nn.Parameter(torch.ones(16))
@@ -42,7 +42,7 @@ WRITE = {"policy": 'one of "adamw_only", "all"', "norm_type": "2"}
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value!r}"[:40] for name, value in WRONG])
 def test_a_wrong_argument_is_one_error_that_names_it(name: str, value: Any) -> None:
-    parameters, optimizer = build()
+    parameters, optimizer = build_of_rank()
     before = [p.grad.clone() for p in parameters if p.grad is not None]
     with pytest.raises(ValueError, match=rf"^{name}: found .*; needed {WRITE.get(name, '')}") as error:
         optimizer.clip_grad_norm_(**{"max_norm": 1.0, name: value})
@@ -59,7 +59,7 @@ def test_a_multiple_may_be_written_as_any_number(text: str) -> None:
 
 @pytest.mark.parametrize("group", ["world", "local", None])
 def test_in_one_process_every_group_is_this_one(group: Any) -> None:
-    _, optimizer = build()
+    _, optimizer = build_of_rank()
     assert float(optimizer.clip_grad_norm_(1.0, process_group=group)) == pytest.approx(10.0)
 
 
@@ -71,7 +71,7 @@ def test_world_and_local_mean_what_they_mean_to_the_constructor() -> None:
     world, pair = math.hypot(*local_norms), math.hypot(*local_norms[rank // 2 * 2 :][:2])
     needed = {"world": world, dist.group.WORLD: world, "local": local_norms[rank], None: local_norms[rank]}
     for group, norm in {**needed, pairs[rank // 2]: pair}.items():
-        parameters, optimizer = build()
+        parameters, optimizer = build_of_rank()
         norms = optimizer.clip_grad_norm_(1.0, policy="all", process_group=group)
         assert float(norms) == pytest.approx(norm)
         assert float(parameters[1].grad.max()) == pytest.approx(2.0 * (rank + 1) / norm, rel=1e-5)
@@ -81,12 +81,12 @@ def test_world_and_local_mean_what_they_mean_to_the_constructor() -> None:
 @on_ranks(2)
 def test_every_rank_refuses_before_any_waits(value: Any) -> None:
     with pytest.raises(ValueError, match=f"^process_group: found {value!r}; needed "):
-        build()[1].clip_grad_norm_(1.0, process_group=value)
+        build_of_rank()[1].clip_grad_norm_(1.0, process_group=value)
 
 
 @on_ranks(2)
 def test_a_group_without_this_rank_is_refused() -> None:
-    group, (_, optimizer) = dist.new_group([0]), build()
+    group, (_, optimizer) = dist.new_group([0]), build_of_rank()
     if dist.get_rank() == 0:
         optimizer.clip_grad_norm_(1.0, process_group=group)
         return

@@ -62,7 +62,7 @@ def in_grad(weights: dict[str, nn.Parameter]) -> None:
         parameter.grad_dtype = None  # or a bf16 parameter takes no fp32 gradient
 
 
-def train(
+def train_with_gradients_in(
     kept_in: str, clip: dict[str, Any] | None, *, seed: int = 0, **settings: Any
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """Step four times; return weights and state, and what clipping and metrics said."""
@@ -95,7 +95,10 @@ def train(
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 def test_main_grad_is_the_same_as_an_fp32_grad_bit_for_bit(clip: dict[str, Any] | None) -> None:
     """Weights, state, clipped gradients, norms and metrics: bf16 parameters, gradients that bf16 could not hold."""
-    (main, main_reports), (plain, plain_reports) = train("main_grad", clip), train("grad", clip)
+    (main, main_reports), (plain, plain_reports) = (
+        train_with_gradients_in("main_grad", clip),
+        train_with_gradients_in("grad", clip),
+    )
     assert main.keys() == plain.keys()
     assert [name for name in main if not torch.equal(main[name], plain[name])] == []
     assert main_reports == plain_reports

@@ -31,7 +31,7 @@ def values(count: int, seed: int) -> list[Tensor]:
     return [torch.randn(12 + 2 * i, 10 + i, generator=generator) for i in range(count)]
 
 
-def alone(weights: list[Tensor], gradients: list[list[Tensor]], **settings: Any) -> list[Tensor]:
+def trained_by_local_group(weights: list[Tensor], gradients: list[list[Tensor]], **settings: Any) -> list[Tensor]:
     parameters = [nn.Parameter(weight.clone()) for weight in weights]
     optimizer = mm.Muon(parameters, process_group="local", compute_dtype=torch.float32, **settings)
     for step in gradients:
@@ -83,7 +83,7 @@ def in_sets(kind: str) -> tuple[bool, tuple[int, ...], int]:
         for i, parameter in parameters.items():
             parameter.grad = distributed(step[i], placed[i])
         optimizer.step()
-    expected = alone(weights, gradients)
+    expected = trained_by_local_group(weights, gradients)
     same = [torch.equal(problem.whole(p).view(expected[i].shape), expected[i]) for i, p in parameters.items()]
     assert optimizer._runtime.planned is not None
     return all(same), optimizer._runtime.planned.plan.ranks, optimizer.counts.orthogonalized
@@ -129,7 +129,7 @@ def experts_of_one_name() -> tuple[bool, int]:
         for parameter, gradient in zip(parameters.values(), step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    expected = alone([dense, expert], gradients)
+    expected = trained_by_local_group([dense, expert], gradients)
     same = all(torch.equal(p, e) for p, e in zip(parameters.values(), expected, strict=True))
     return same, optimizer.counts.orthogonalized
 
@@ -155,7 +155,7 @@ def replicas_outside(how: str, shard_state: bool) -> tuple[bool, int, int]:
         for i, (parameter, gradient) in enumerate(zip(parameters, step, strict=True)):
             parameter.grad = distribute_tensor(gradient.clone(), tensor, [Shard(i % 2)], src_data_rank=None)
         optimizer.step()
-    expected = alone(weights, gradients)
+    expected = trained_by_local_group(weights, gradients)
     same = [torch.equal(p.full_tensor(), e) for p, e in zip(parameters, expected, strict=True)]
     stored = sum(local_of(state["momentum_buffer"]).numel() for state in optimizer.state.values())
     return all(same), optimizer.counts.orthogonalized, stored

@@ -88,7 +88,7 @@ def averaged(many: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return means
 
 
-def alone(steps: int, settings: dict[str, Any], dtype: torch.dtype, blocks: Any = lambda rank: 3) -> Net:
+def alone_on_means(steps: int, settings: dict[str, Any], dtype: torch.dtype, blocks: Any = lambda rank: 3) -> Net:
     """Train in one process that is given the mean of all ranks' gradients."""
     return given_means(
         lambda model, step, rank: local_gradient(model, step, rank, blocks(rank)), steps, settings, dtype
@@ -134,7 +134,7 @@ def straight_to_owners(net: nn.Module, **settings: Any) -> mm.Muon:
     return mm.from_model(net, gradients="to_owners", **options)
 
 
-def advance(net: nn.Module, optimizer: mm.Muon, steps: Iterable[int], *blocks: int) -> None:
+def train_on_tokens(net: nn.Module, optimizer: mm.Muon, steps: Iterable[int], *blocks: int) -> None:
     """Step with this rank's own tokens."""
     for step in steps:
         loss_of(net(tokens_of(step, dist.get_rank()), *blocks)).backward()
@@ -147,7 +147,7 @@ def to_owners_of(optimizer: mm.Muon) -> ToOwners:
     return optimizer.gradients
 
 
-def differing(model: nn.Module, other: nn.Module) -> list[str]:
+def differing_weights(model: nn.Module, other: nn.Module) -> list[str]:
     others = dict(other.named_parameters())
     return [n for n, p in model.named_parameters() if not torch.equal(p, others[n])]
 
@@ -163,7 +163,12 @@ def replicas(wrapped: bool, dtype: torch.dtype, settings: dict[str, Any]) -> tup
         (optimizer if step % 2 else net).zero_grad()
     momentum = sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s)
     str(optimizer.explain())
-    return differing(model, alone(4, settings, dtype)), empty, momentum, sum(p.numel() for p in net.parameters())
+    return (
+        differing_weights(model, alone_on_means(4, settings, dtype)),
+        empty,
+        momentum,
+        sum(p.numel() for p in net.parameters()),
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,9 +222,9 @@ class Reduced(mm.GradientSource):
 def test_a_source_of_a_host_can_reduce_to_where_it_wants_the_momentum() -> None:
     model = Net()
     optimizer = mm.from_model(model, process_group="world", gradients=Reduced(), **FP32)
-    advance(model, optimizer, range(3))
+    train_on_tokens(model, optimizer, range(3))
     assert sum(s["momentum_buffer"].numel() for s in optimizer.state.values() if "momentum_buffer" in s) == 3 * 16 * 32
-    assert differing(model, alone(3, FP32, torch.float32)) == []
+    assert differing_weights(model, alone_on_means(3, FP32, torch.float32)) == []
 
 
 def traffic(width: int, dtype: torch.dtype, settings: dict[str, Any]) -> tuple[float, float, float, float]:
@@ -279,8 +284,8 @@ def test_parameters_that_ranks_do_not_use(kind: str, wrapped: bool) -> None:
     skipping = {"some": lambda rank: 2 if rank == 0 else 3, "all": lambda rank: 2, "none at all": lambda rank: 3}[kind]
     model = Net()
     net = DistributedDataParallel(model, find_unused_parameters=True) if wrapped else model
-    advance(net, straight_to_owners(net), range(3), skipping(dist.get_rank()))
-    assert differing(model, alone(3, FP32, torch.float32, skipping)) == []
+    train_on_tokens(net, straight_to_owners(net), range(3), skipping(dist.get_rank()))
+    assert differing_weights(model, alone_on_means(3, FP32, torch.float32, skipping)) == []
 
 
 @on_ranks(3)
@@ -365,7 +370,7 @@ def test_gradients_that_some_ranks_drop_are_refused_on_all() -> None:
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
-    assert differing(*models) == []
+    assert differing_weights(*models) == []
 
 
 def crossing() -> list[str]:
@@ -381,7 +386,7 @@ def crossing() -> list[str]:
                 optimizer.step()
                 optimizer.zero_grad()
         runs.append(models)
-    return [name for first, other in zip(*runs, strict=True) for name in differing(first, other)]
+    return [name for first, other in zip(*runs, strict=True) for name in differing_weights(first, other)]
 
 
 def order_of_collectives(connections: str) -> list[tuple[str, str]]:
@@ -466,7 +471,7 @@ def test_norms_count_once() -> None:
     assert [muon, total, rms / float(true.pow(2).mean().sqrt()), mean] == pytest.approx([1.0] * 4, rel=1e-5)
 
 
-def clipped(kind: str) -> tuple[float, bool, float]:
+def clip_to_owners(kind: str) -> tuple[float, bool, float]:
     """Two steps clipped by ``kind``: the largest difference from clipping means, whether ranks agree, and the norm."""
     model, expected, rank = Net(), Net(), dist.get_rank()
     settings: dict[str, Any] = {**FP32, "memory_budget_mb": 0.064, "process_group": "world"}
@@ -505,7 +510,7 @@ def clipped(kind: str) -> tuple[float, bool, float]:
 
 @pytest.mark.parametrize("kind", ["ours", "torch's"])
 def test_clipping_means_and_what_torchs_does(workers, kind: str) -> None:
-    outcomes = workers(2).run(clipped, kind)
+    outcomes = workers(2).run(clip_to_owners, kind)
     assert all(difference < 2e-6 and alike for difference, alike, _ in outcomes)
     if kind == "torch's":
         assert len({norm for *_, norm in outcomes}) == 2, "each rank has its own norm"
@@ -614,9 +619,9 @@ def test_partial_gradients_are_refused_on_all() -> None:
 def saved_on_three(folder: str) -> list[str]:
     model = Net()
     optimizer = straight_to_owners(model)
-    advance(model, optimizer, range(2))
+    train_on_tokens(model, optimizer, range(2))
     mm.checkpoint.save(folder, model, optimizer)
-    return differing(model, alone(2, FP32, torch.float32))
+    return differing_weights(model, alone_on_means(2, FP32, torch.float32))
 
 
 def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
@@ -639,7 +644,7 @@ def loaded_on_two(folder: str) -> tuple[list[str], list[str]]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return differing(with_it, single), differing(without, single)
+    return differing_weights(with_it, single), differing_weights(without, single)
 
 
 def test_a_checkpoint_of_three_ranks_goes_on_on_two_with_and_without_it(workers, tmp_path) -> None:
@@ -686,7 +691,7 @@ def test_groups_that_come_while_gradients_are_under_way(when: str) -> None:
             linear.weight.grad = scale.grad = None
         results.append((model, linear.weight, scale))
     (model, weight, vector), (expected, other, another) = results
-    assert differing(model, expected) == []
+    assert differing_weights(model, expected) == []
     assert torch.equal(weight, other)
     assert torch.equal(vector, another)
 
@@ -720,9 +725,9 @@ def test_an_optimizer_that_is_gone_takes_no_gradients(how: str) -> None:
         assert net.require_backward_grad_sync
         optimizer = straight_to_owners(net, process_group=None)
     optimizer.zero_grad()
-    advance(net, optimizer, (1, 2))
+    train_on_tokens(net, optimizer, (1, 2))
     assert not net.require_backward_grad_sync
-    assert differing(model, given_means(local_gradient, 3, anew=1)) == []
+    assert differing_weights(model, given_means(local_gradient, 3, anew=1)) == []
 
 
 @on_ranks(2)
@@ -737,8 +742,8 @@ def test_copies_go_on_with_gradients_of_their_own() -> None:
             loss_of(net(tokens_of(step, dist.get_rank()))).backward()
             stepped.step()
             stepped.zero_grad()
-    expected = alone(3, FP32, torch.float32)
-    assert [differing(net, expected) for net, _ in pairs] == [[], [], []]
+    expected = alone_on_means(3, FP32, torch.float32)
+    assert [differing_weights(net, expected) for net, _ in pairs] == [[], [], []]
 
 
 # ------------------------------------------------------------------ other backward passes

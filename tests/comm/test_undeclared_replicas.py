@@ -70,7 +70,7 @@ def parallelized(mesh: DeviceMesh, model: Net) -> Net:
     return fully_shard(model, mesh=mesh[names] if len(names) > 1 else mesh[names[0]]) if names else model  # type: ignore[return-value]
 
 
-def backward(model: nn.Module, step: int, seed: int = 0) -> None:
+def backward_of_tokens(model: nn.Module, step: int, seed: int = 0) -> None:
     tokens = torch.randint(0, 24, (3, 5), generator=torch.Generator().manual_seed(10 * seed + step))
     model.zero_grad()
     model(tokens).square().mean().backward()
@@ -102,7 +102,7 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
     single = mm.from_model(alone, process_group="local", **FP32)
     report: dict[str, Any] = {"norms": [], "clipped": [], "open": optimizer.explain().open}
     for step in range(3):
-        backward(model, step, stage)
+        backward_of_tokens(model, step, stage)
         with_gradients_of(model, alone)
         norm = float(nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
         measured, expected = optimizer.clip_grad_norm_(1e-3), single.clip_grad_norm_(1e-3)
@@ -122,7 +122,7 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
         again = mm.from_model(resumed, process_group=process_group, **FP32)
         mm.checkpoint.load(folder, resumed, again)
         for net, its in ((model, optimizer), (resumed, again)):
-            backward(net, 3)
+            backward_of_tokens(net, 3)
             its.step()
         report["resumed"] = problem.differing(result(model, optimizer), result(resumed, again))
     return report
@@ -162,7 +162,7 @@ def test_what_a_plan_leaves_out_is_saved_before_the_first_step(layout: str, tmp_
     mm.checkpoint.save(folder, models[0], optimizers[0])
     mm.checkpoint.load(folder, models[1], optimizers[1])
     for model, optimizer in zip(models, optimizers, strict=True):
-        backward(model, 0)
+        backward_of_tokens(model, 0)
         optimizer.step()
     results = (result(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True))
     assert problem.differing(*results) == []
@@ -192,7 +192,7 @@ def test_a_process_group_that_names_some_of_the_copies(process_group: str) -> No
     single = mm.from_model(alone, process_group="local", **FP32)
     norms = []
     for step in range(2):
-        backward(model, step)
+        backward_of_tokens(model, step)
         with_gradients_of(model, alone)
         norms.append(float(optimizer.clip_grad_norm_(1.0)) / float(single.clip_grad_norm_(1.0)))
         optimizer.step()
@@ -239,7 +239,7 @@ def stages_alike(sizes: tuple[int, ...]) -> tuple[float, int]:
     mesh = mesh_of(sizes, names=("stage", "shard"))
     model = fully_shard(Net(), mesh=mesh["shard"])
     optimizer = mm.from_model(model, **FP32)
-    backward(model, 0, mesh.get_local_rank("stage"))
+    backward_of_tokens(model, 0, mesh.get_local_rank("stage"))
     twin = Net()
     with_gradients_of(model, twin)
     norm = float(optimizer.clip_grad_norm_(1.0))

@@ -29,7 +29,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Linear(5, 6))
 
 
-def train(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
+def train_two_steps(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
     """Two steps on another batch for each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: mm.Muon) -> list[Tensor]:
 @on_ranks(2)
 def test_the_group_is_read_off_the_wrapper_given_or_found() -> None:
     explicit = DistributedDataParallel(net())
-    expected = train(explicit, mm.from_model(explicit, process_group="world", **FP32))
+    expected = train_two_steps(explicit, mm.from_model(explicit, process_group="world", **FP32))
     wrapper = DistributedDataParallel(net())
     from_wrapper = mm.from_model(wrapper, **FP32)
     compiled = mm.from_model(torch.compile(wrapper), **FP32)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def test_the_group_is_read_off_the_wrapper_given_or_found() -> None:
     early = mm.from_model(model, process_group="auto", **FP32)  # as a host makes it: the wrapper comes later
     wrapped = DistributedDataParallel(model, process_group=group)
     twin = pickle.loads(pickle.dumps(early)).process_group, copy.deepcopy(early).process_group
-    for weights in (train(wrapped, early), train(wrapper, from_wrapper)):
+    for weights in (train_two_steps(wrapped, early), train_two_steps(wrapper, from_wrapper)):
         assert all(map(torch.equal, weights, expected))
     assert early.counts.bytes_sent == from_wrapper.counts.bytes_sent > 0
     assert (from_wrapper.process_group, compiled.process_group, early.process_group) == ("world", "world", "auto")
@@ -104,7 +104,7 @@ def test_join_is_an_error_that_names_it(throws: bool, error: type[Exception], me
     """Train, then train under `Join` with fewer batches on rank 1."""
     model = DistributedDataParallel(net())
     optimizer = mm.from_model(model, **FP32)
-    train(model, optimizer)
+    train_two_steps(model, optimizer)
 
     def unevenly() -> None:
         with Join([model], throw_on_early_termination=throws):

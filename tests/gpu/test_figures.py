@@ -26,7 +26,7 @@ def rows() -> Iterator[dict[str, tuple[Row, Row | None]]]:
     print(f"\n{table(row_pairs)}\nWritten to {WRITTEN}.")
 
 
-def measured(case: Case) -> Row:
+def figures_of_case(case: Case) -> Row:
     """Launches by the profiler, peak memory by torch's allocator, the median time by events."""
     optimizer = case.optimizer(DEVICE)
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_step_takes_what_the_dry_run_says(name: str, rows: dict[str, tuple[Row
     """Time is written, not judged: the model's rates are those of an H100."""
     modelled = row(CASES[name].modelled())
     rows[name] = modelled, None
-    measured_row = measured(CASES[name])
+    measured_row = figures_of_case(CASES[name])
     rows[name] = modelled, measured_row
     assert 0 < measured_row.launches <= 1.25 * modelled.launches + 10
     assert measured_row.peak_mib <= 1.25 * modelled.peak_mib + 32

@@ -170,7 +170,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+def trained_on_device(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Six steps whose backward passes run while state is still on its way; losses, weights and state."""
     width = 1024 if device == "cuda" else 64
     model = network(device, width=width, layers=4, dtype=dtype)
@@ -191,9 +191,9 @@ def trained(device: str, dtype: torch.dtype, **settings: Any) -> tuple[list[floa
 @on_devices
 @pytest.mark.parametrize("name", DTYPES)
 def test_state_on_the_host_in_a_training_loop(device: str, name: str) -> None:
-    plain, again = trained(device, **DTYPES[name]), trained(device, **DTYPES[name])
+    plain, again = trained_on_device(device, **DTYPES[name]), trained_on_device(device, **DTYPES[name])
     assert problem.differing(plain[1], again[1]) == [], "the backward pass itself has other bits at every run"
-    with_state_on_host = trained(device, **DTYPES[name], state_device="cpu")
+    with_state_on_host = trained_on_device(device, **DTYPES[name], state_device="cpu")
     assert with_state_on_host[0] == plain[0]
     assert problem.differing(with_state_on_host[1], plain[1]) == []
 

@@ -60,7 +60,7 @@ def registered() -> Iterator[list[Classifier]]:
         unregister(classifier)
 
 
-def assigned(model: nn.Module, **options: object) -> dict[str, tuple[str, object, str]]:
+def entries_with_reasons(model: nn.Module, **options: object) -> dict[str, tuple[str, object, str]]:
     groups = mm.split_params(model, **options)
     return {
         name: (group["name"], group.get("matrices", [None] * (i + 1))[i], group["reasons"][i])
@@ -71,7 +71,7 @@ def assigned(model: nn.Module, **options: object) -> dict[str, tuple[str, object
 
 def test_a_hosts_own_class_is_classified_by_its_classifier(registered: list[Classifier]) -> None:
     model = Model()
-    by_classifier = assigned(model)
+    by_classifier = entries_with_reasons(model)
     spec = ("interleaved", (12, 6, 6), 0)
     assert by_classifier["attention.linear_qkv"] == ("muon", spec, "host: q, k, v")
     assert by_classifier["attention.blob"] == ("muon", ("transposed", ("heads", 3, 0)), "host: experts")
@@ -84,9 +84,9 @@ def test_a_hosts_own_class_is_classified_by_its_classifier(registered: list[Clas
 
 
 def test_what_the_classifier_does_not_know_stays_as_it_was(registered: list[Classifier]) -> None:
-    with_it = assigned(Model())
+    with_it = entries_with_reasons(Model())
     unregister(host)
-    without = assigned(Model())
+    without = entries_with_reasons(Model())
     register(host)
     changed = {name for name in with_it if with_it[name] != without[name]}
     assert changed == {"attention.linear_qkv", "attention.blob", "attention.temperature_table"}
@@ -94,9 +94,9 @@ def test_what_the_classifier_does_not_know_stays_as_it_was(registered: list[Clas
 
 
 def test_overrides_and_the_modules_own_word_win(registered: list[Classifier], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert assigned(Model(), overrides={"attention.blob": "adamw"})["attention.blob"][0] == "adamw.matrices"
+    assert entries_with_reasons(Model(), overrides={"attention.blob": "adamw"})["attention.blob"][0] == "adamw.matrices"
     monkeypatch.setattr(FusedAttention, "muonmesh_matrices", {"linear_qkv": "whole"}, raising=False)
-    assert assigned(Model())["attention.linear_qkv"][1:] == ("whole", "muonmesh_matrices of FusedAttention")
+    assert entries_with_reasons(Model())["attention.linear_qkv"][1:] == ("whole", "muonmesh_matrices of FusedAttention")
 
 
 def test_the_last_one_registered_is_asked_first(registered: list[Classifier]) -> None:
@@ -105,7 +105,7 @@ def test_the_last_one_registered_is_asked_first(registered: list[Classifier]) ->
 
     registered.append(register(later))
     assert register(later) is later  # once more changes nothing
-    by_last = assigned(Model())
+    by_last = entries_with_reasons(Model())
     assert by_last["attention.blob"][2] == "later"
     assert by_last["attention.linear_qkv"][2] == "host: q, k, v"
 
@@ -131,7 +131,7 @@ def test_an_answer_that_cannot_be_is_refused(
 
     registered.append(register(wrong))
     with pytest.raises(error, match=rf"^attention\.blob: {message}.*\. Correct the classifier"):
-        assigned(Model())
+        entries_with_reasons(Model())
 
 
 def test_a_vector_for_muon_is_refused(registered: list[Classifier]) -> None:
@@ -140,7 +140,7 @@ def test_a_vector_for_muon_is_refused(registered: list[Classifier]) -> None:
 
     registered.append(register(wrong))
     with pytest.raises(ValueError, match=r"^attention\.projection_bias: found Muon .*needed two or more dims"):
-        assigned(Model())
+        entries_with_reasons(Model())
 
 
 def test_what_is_no_function_or_was_never_registered_is_refused() -> None:

@@ -38,7 +38,7 @@ V, H = "adamw.vectors", "adamw.head"
 E, M = "adamw.embeddings", "adamw.matrices"
 
 
-def assigned(groups: ParamGroups) -> dict[str, Any]:
+def split_or_group(groups: ParamGroups) -> dict[str, Any]:
     """Name → the `matrices` entry, or the group's name for AdamW."""
     return {
         name: group["matrices"][i] if group["algorithm"] == "muon" else group["name"]
@@ -397,7 +397,7 @@ def test_transformers_model(name: str) -> None:
             count[1] += sizes[key]
     assert tuple(counts["muon"]) == expected.muon
     assert tuple(counts["adamw"]) == expected.adamw
-    entries = assigned(groups)
+    entries = split_or_group(groups)
     assert {n: entries.get(n) for n in expected.names} == expected.names
 
 
@@ -703,8 +703,8 @@ def test_order_is_that_of_the_forward(case: tuple[str, dict[str, Any], str, str,
     inputs = {"input_ids": torch.tensor([[3, 14, 15, 9, 26, 5], [2, 7, 18, 28, 1, 8]])}
     if name == "BlipVisionModel":
         inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
-    assert assigned(split_params(model, example=inputs))[fused] == spec
-    if (guess := assigned(split_params(model))[fused]) != spec:
+    assert split_or_group(split_params(model, example=inputs))[fused] == spec
+    if (guess := split_or_group(split_params(model))[fused]) != spec:
         assert "rows" not in str(guess)  # whole, which the first forward contradicts
         assert "interleaved" not in str(guess)
 
@@ -743,7 +743,7 @@ def test_torch_attention() -> None:
     attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
     x = torch.randn(2, 5, 8)
     model = nn.ModuleList([attention, nn.Linear(8, 3)])
-    spec = assigned(split_params(model))["0.in_proj_weight"]
+    spec = split_or_group(split_params(model))["0.in_proj_weight"]
     assert spec == ("rows", 8, 8, 8)
     without = []
     for piece in split(torch.arange(192).view(24, 8), spec):
@@ -754,7 +754,9 @@ def test_torch_attention() -> None:
     assert torch.equal(without[0], without[1])
     assert without[0].any()
     assert not without[2].any()
-    separate = assigned(split_params(nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=6, vdim=4), nn.Linear(8, 3)])))
+    separate = split_or_group(
+        split_params(nn.ModuleList([nn.MultiheadAttention(8, 2, kdim=6, vdim=4), nn.Linear(8, 3)]))
+    )
     assert {n: separate["0." + n] for n in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")} == {
         "q_proj_weight": "whole",
         "k_proj_weight": "whole",
@@ -768,17 +770,17 @@ def test_recurrent_gates(kind: Any, gates: int, closing: int) -> None:
     torch.manual_seed(0)
     recurrent = kind(6, 5, bias=False)
     spec = ("rows", *[5] * gates)
-    by_name = assigned(split_params(nn.ModuleList([recurrent, nn.Linear(5, 2)])))
+    by_name = split_or_group(split_params(nn.ModuleList([recurrent, nn.Linear(5, 2)])))
     assert by_name["0.weight_ih_l0"] == by_name["0.weight_hh_l0"] == spec
     with torch.no_grad():  # without its candidate the state stays zero
         for weight in (recurrent.weight_ih_l0, recurrent.weight_hh_l0):
             piece = split(torch.arange(weight.numel()).view(weight.shape), spec)[closing]
             weight.view(-1)[piece.flatten()] = 0
         assert not recurrent(torch.randn(3, 2, 6))[0].any()
-    assert assigned(split_params(nn.ModuleList([nn.RNN(6, 5), nn.Linear(5, 2)])))["0.weight_hh_l0"] == "whole"
-    projected = assigned(split_params(nn.ModuleList([nn.LSTM(6, 5, proj_size=3), nn.Linear(3, 2)])))
+    assert split_or_group(split_params(nn.ModuleList([nn.RNN(6, 5), nn.Linear(5, 2)])))["0.weight_hh_l0"] == "whole"
+    projected = split_or_group(split_params(nn.ModuleList([nn.LSTM(6, 5, proj_size=3), nn.Linear(3, 2)])))
     assert projected["0.weight_hr_l0"] == "whole"
-    cell = assigned(split_params(nn.ModuleList([nn.LSTMCell(6, 5), nn.Linear(5, 2)])))
+    cell = split_or_group(split_params(nn.ModuleList([nn.LSTMCell(6, 5), nn.Linear(5, 2)])))
     assert cell["0.weight_hh"] == ("rows", 5, 5, 5, 5)
 
 
@@ -843,7 +845,7 @@ def holding(**parameters: tuple[int, ...]) -> nn.Module:
 
 def test_groups_of_a_plain_model() -> None:
     groups = split_params(Model())
-    assert assigned(groups) == PLAIN
+    assert split_or_group(groups) == PLAIN
     assert [g["name"] for g in groups] == ["muon", "adamw.embeddings", "adamw.head", "adamw.vectors"]
     assert [g["algorithm"] for g in groups] == ["muon", "adamw", "adamw", "adamw"]
     assert groups[0]["param_names"] == [f"blocks.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down")]
@@ -889,7 +891,7 @@ def test_groups_go_through_torch_optimizers_and_checkpoints() -> None:
     assert [g["reasons"] for g in loaded] == [g["reasons"] for g in groups]
     for twin in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert isinstance(twin, ParamGroups)
-        assert (assigned(twin), twin.frozen, str(twin)) == (assigned(groups), groups.frozen, str(groups))
+        assert (split_or_group(twin), twin.frozen, str(twin)) == (split_or_group(groups), groups.frozen, str(groups))
 
 
 def test_shared_and_frozen() -> None:
@@ -897,13 +899,13 @@ def test_shared_and_frozen() -> None:
     model.blocks[0].requires_grad_(False)
     groups = split_params(model)
     expected = {n: e for n, e in PLAIN.items() if not n.startswith("blocks.0") and n != "head.weight"}
-    assert assigned(groups) == expected
+    assert split_or_group(groups) == expected
     assert "head.weight" in reason(groups, "embed.weight")
     assert set(groups.frozen) == {n for n in PLAIN if n.startswith("blocks.0")}
     assert "requires_grad" in groups.frozen["blocks.0.up.weight"]
     shared = nn.Linear(8, 8)
     twice = nn.ModuleDict({"a": shared, "b": shared, "head": nn.Linear(8, 2)})
-    assert assigned(split_params(twice)) == {"a.weight": "whole", "a.bias": V, "head.weight": H, "head.bias": V}
+    assert split_or_group(split_params(twice)) == {"a.weight": "whole", "a.bias": V, "head.weight": H, "head.bias": V}
 
 
 class Rows(nn.Linear):
@@ -916,7 +918,7 @@ def test_a_shared_parameter_that_two_modules_store_differently() -> None:
     with pytest.raises(ValueError, match=r"a\.weight: found one parameter shared by a\.weight, b\.weight.*Write overr"):
         split_params(model)
     split_spec = {"algorithm": "muon", "matrices": ("rows", 4, 4)}
-    assert assigned(split_params(model, overrides={"b.weight": split_spec}))["a.weight"] == ("rows", 4, 4)
+    assert split_or_group(split_params(model, overrides={"b.weight": split_spec}))["a.weight"] == ("rows", 4, 4)
 
 
 # Wrapped and sharded
@@ -925,7 +927,7 @@ def test_a_shared_parameter_that_two_modules_store_differently() -> None:
 def test_wrappers_change_neither_names_nor_groups() -> None:
     def check(model: nn.Module) -> None:
         groups = split_params(model)
-        assert assigned(groups) == PLAIN
+        assert split_or_group(groups) == PLAIN
         assert [g["param_names"] for g in groups] == [g["param_names"] for g in split_params(Model())]
 
     check(torch.compile(Model()))
@@ -939,14 +941,14 @@ def test_wrappers_change_neither_names_nor_groups() -> None:
     with torch.device("meta"):
         check(Model())
     child = nn.ModuleDict({"module": Block(), "head": nn.Linear(8, 2)})  # a child that happens to be called so
-    assert "module.up.weight" in assigned(split_params(child))
+    assert "module.up.weight" in split_or_group(split_params(child))
 
 
 def test_fused_orders_are_found_through_wrappers() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SMALL))
-    plain = assigned(split_params(model))
+    plain = split_or_group(split_params(model))
     apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ in ("GPT2Attention", "Conv1D"))
-    assert assigned(split_params(torch.compile(model))) == plain
+    assert split_or_group(split_params(torch.compile(model))) == plain
     assert plain["transformer.h.0.attn.c_attn.weight"] == ("transposed", THREE)
 
 
@@ -983,7 +985,7 @@ def test_flattened_weights_are_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight: found a weight of Linear flattened .* fully_shard"):
         split_params(model)
     model.blocks[0].up.weight.ds_shape = torch.Size([16, 8])  # ZeRO-3 keeps the shape here
-    assert assigned(split_params(model)) == PLAIN
+    assert split_or_group(split_params(model)) == PLAIN
     assert "16×8" in str(split_params(model))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -997,7 +999,7 @@ def test_flattened_weights_are_refused() -> None:
 
 def test_output_layers() -> None:
     def heads(model: nn.Module) -> set[str]:
-        return {name for name, entry in assigned(split_params(model)).items() if entry == H}
+        return {name for name, entry in split_or_group(split_params(model)).items() if entry == H}
 
     assert heads(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))) == {"2.weight"}
     assert heads(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Sequential(nn.Conv2d(8, 5, 1)))) == {"1.0.weight"}
@@ -1039,11 +1041,13 @@ class HeadFirst(nn.Module):
 
 def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
     for name in ("head", "lm_head", "output", "classifier", "to_logits"):
-        by_name = assigned(split_params(HeadFirst(name, nn.Linear(4, 12))))
+        by_name = split_or_group(split_params(HeadFirst(name, nn.Linear(4, 12))))
         assert {key for key, entry in by_name.items() if entry == H} == {f"{name}.weight"}
-    by_name = assigned(split_params(HeadFirst("head", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 12)))))
+    by_name = split_or_group(
+        split_params(HeadFirst("head", nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 12))))
+    )
     assert {key for key, entry in by_name.items() if entry == H} == {"head.2.weight"}
-    assert assigned(split_params(HeadFirst("heading", nn.Linear(4, 4))))["heading.weight"] != H
+    assert split_or_group(split_params(HeadFirst("heading", nn.Linear(4, 4))))["heading.weight"] != H
 
     class Named(HeadFirst):
         """As SelecSLS of timm: it names its output layer, and calls its last hidden layers the head."""
@@ -1051,7 +1055,7 @@ def test_a_head_registered_before_the_blocks_goes_by_its_name() -> None:
         def get_classifier(self) -> nn.Module:
             return self.more[0]
 
-    by_name = assigned(split_params(Named("head", nn.Linear(4, 8), nn.Linear(8, 12))))
+    by_name = split_or_group(split_params(Named("head", nn.Linear(4, 8), nn.Linear(8, 12))))
     assert {key for key, entry in by_name.items() if entry == H} == {"more.0.weight"}
 
 
@@ -1059,7 +1063,7 @@ def test_a_pipeline_stage_without_its_head_is_no_error() -> None:
     with torch.device("meta"):
         stage = transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=1))
     stage.cls = None
-    assert assigned(split_params(stage))["bert.encoder.layer.0.output.dense.weight"] == "whole"
+    assert split_or_group(split_params(stage))["bert.encoder.layer.0.output.dense.weight"] == "whole"
 
 
 # Kinds of modules
@@ -1078,13 +1082,13 @@ def test_convolutions() -> None:
         nn.Linear(8, 2),
     )
     groups = split_params(model)
-    by_name = assigned(groups)
+    by_name = split_or_group(groups)
     kinds = [E, "flatten", "flatten", "flatten", M, M, M, V, H]
     assert {n: e for n, e in by_name.items() if n.endswith("weight")} == {f"{i}.weight": k for i, k in enumerate(kinds)}
     assert "depthwise" in reason(groups, "4.weight")
     assert "2 groups" in reason(groups, "5.weight")
     # What AdamW has by default goes to Muon flattened when told so.
-    assert assigned(split_params(model, overrides={"4.weight": "muon"}))["4.weight"] == "flatten"
+    assert split_or_group(split_params(model, overrides={"4.weight": "muon"}))["4.weight"] == "flatten"
 
 
 @pytest.mark.parametrize(
@@ -1135,7 +1139,7 @@ def test_experts_and_routers_of_other_libraries() -> None:
     experts = {"a": GroupedExperts(), "b": Turned(), "c": FusedExperts()}
     model = nn.ModuleDict({**{name: Routed(module) for name, module in experts.items()}, "head": nn.Linear(8, 2)})
     groups = split_params(model)
-    assert assigned(groups) == {
+    assert split_or_group(groups) == {
         "a.experts.w1": "stack",
         "a.experts.w2": "stack",
         "a.experts.w3": "stack",
@@ -1163,7 +1167,7 @@ def test_a_router_beside_a_list_of_experts_goes_to_adamw() -> None:
             self.gate = nn.Linear(8, 4)
             self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
-    by_name = assigned(split_params(nn.ModuleDict({"a": Mixture(), "head": nn.Linear(8, 2)})))
+    by_name = split_or_group(split_params(nn.ModuleDict({"a": Mixture(), "head": nn.Linear(8, 2)})))
     assert by_name["a.gate.weight"] == M
     assert by_name["a.experts.0.weight"] == "whole"
 
@@ -1176,9 +1180,9 @@ def test_linear_layers_of_other_libraries() -> None:
 
     model = nn.ModuleDict({"columns": Columns(), "qkv": nn.Linear(4, 12), "head": nn.Linear(4, 2)})
     groups = split_params(model)
-    assert assigned(groups)["columns.weight"] == "whole"
+    assert split_or_group(groups)["columns.weight"] == "whole"
     assert reason(groups, "columns.weight").endswith("taken as one matrix, out × in; a guess")
-    assert assigned(groups)["qkv.weight"] == "whole"  # never split on the strength of a name
+    assert split_or_group(groups)["qkv.weight"] == "whole"  # never split on the strength of a name
 
 
 def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
@@ -1186,13 +1190,13 @@ def test_a_fused_class_with_other_sizes_is_left_whole() -> None:
     attention = model.model.layers[0].self_attn
     attention.qkv_proj = nn.Linear(32, 72)  # 64 = 4·8 + 2·2·8 are what it states
     groups = split_params(model)
-    assert assigned(groups)["model.layers.0.self_attn.qkv_proj.weight"] == "whole"
+    assert split_or_group(groups)["model.layers.0.self_attn.qkv_proj.weight"] == "whole"
     assert "a guess" in reason(groups, "model.layers.0.self_attn.qkv_proj.weight")
 
 
 def test_keys_and_values_of_cross_attention_are_two_matrices() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2_SMALL, add_cross_attention=True))
-    by_name = assigned(split_params(model))
+    by_name = split_or_group(split_params(model))
     assert by_name["transformer.h.0.attn.c_attn.weight"] == ("transposed", ("rows", 32, 32, 32))
     assert by_name["transformer.h.0.crossattention.c_attn.weight"] == ("transposed", ("rows", 32, 32))
 
@@ -1203,7 +1207,7 @@ def test_a_stack_of_experts_in_one_matrix() -> None:
     config = transformers.DbrxConfig().ffn_config
     config.hidden_size, config.ffn_hidden_size, config.moe_num_experts = 8, 6, 4
     experts = DbrxExpertGLU(config)
-    by_name = assigned(
+    by_name = split_or_group(
         split_params(nn.ModuleDict({"experts": experts, "in": nn.Linear(8, 8), "head": nn.Linear(8, 2)}))
     )
     assert by_name["experts.w1"] == by_name["experts.v1"] == ("heads", 4, 0)
@@ -1213,7 +1217,7 @@ def test_a_stack_of_experts_in_one_matrix() -> None:
 
 def test_keys_and_values_of_unequal_size_take_turns() -> None:
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**DEEPSEEK | {"v_head_dim": 4}))
-    by_name = assigned(split_params(model, example={"input_ids": torch.ones(1, 5, dtype=torch.long)}))
+    by_name = split_or_group(split_params(model, example={"input_ids": torch.ones(1, 5, dtype=torch.long)}))
     assert by_name["model.layers.0.self_attn.kv_b_proj.weight"] == ("interleaved", (8, 4), 0)
     assert by_name["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ("rows", 12, 4)
 
@@ -1229,17 +1233,17 @@ def test_lora_pairs_are_left_to_adamw() -> None:
     model = nn.ModuleDict({"q": Lora(), "k": Lora(), "head": nn.Linear(8, 3)})
     pairs = {f"{n}.lora_{f}.default.weight": M for n in "qk" for f in "AB"}
     groups = split_params(model)
-    assert assigned(groups) == pairs | {"head.weight": H, "head.bias": V}
+    assert split_or_group(groups) == pairs | {"head.weight": H, "head.bias": V}
     assert "LoRA" in reason(groups, "q.lora_A.default.weight")
     assert set(groups.frozen) == {f"{n}.base_layer.{p}" for n in "qk" for p in ("weight", "bias")}
-    overridden = assigned(split_params(model, overrides={r"lora_[AB]\.": "muon"}))
+    overridden = split_or_group(split_params(model, overrides={r"lora_[AB]\.": "muon"}))
     assert overridden == dict.fromkeys(pairs, "whole") | {"head.weight": H, "head.bias": V}
 
 
 def test_parametrised_weights_go_to_adamw() -> None:
     inner = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8, bias=False))
     groups = split_params(nn.ModuleDict({"inner": inner, "mid": nn.Linear(8, 8), "head": nn.Linear(8, 3)}))
-    by_name = assigned(groups)
+    by_name = split_or_group(groups)
     assert by_name["inner.parametrizations.weight.original0"] == V  # magnitudes, 8 × 1
     assert by_name["inner.parametrizations.weight.original1"] == M
     assert "parametrize" in reason(groups, "inner.parametrizations.weight.original1")
@@ -1250,7 +1254,7 @@ def test_bare_parameters_of_unknown_modules() -> None:
         weight=(4, 6), w_in=(6, 4), pos_embed=(5, 4), A_log=(4, 3), pos=(1, 5, 4), cube=(3, 4, 5), row=(1, 4), z=()
     )
     groups = split_params(model)
-    by_name = {n.removeprefix("held."): e for n, e in assigned(groups).items() if n.startswith("held.")}
+    by_name = {n.removeprefix("held."): e for n, e in split_or_group(groups).items() if n.startswith("held.")}
     assert by_name == {
         "weight": "whole",
         "w_in": "whole",
@@ -1264,7 +1268,7 @@ def test_bare_parameters_of_unknown_modules() -> None:
     assert "not known" in reason(groups, "held.weight")
     assert "by its name" in reason(groups, "held.pos_embed")
     assert "do not tell" in reason(groups, "held.cube")
-    assert assigned(split_params(model, overrides={"held.cube": "muon"}))["held.cube"] == "stack"
+    assert split_or_group(split_params(model, overrides={"held.cube": "muon"}))["held.cube"] == "stack"
     # that transformers mixes an EmbeddingAccessMixin into its models makes none of them an embedding
     whole = split_params(real("Llama4ForConditionalGeneration"))
     assert "by its name" in reason(whole, "vision_model.positional_embedding_vlm")
@@ -1285,13 +1289,13 @@ def test_a_module_says_how_its_weight_splits() -> None:
 
     model = nn.ModuleDict({"a": Attention(), "head": nn.Linear(4, 2)})
     groups = split_params(torch.compile(model))
-    by_name = assigned(groups)
+    by_name = split_or_group(groups)
     assert by_name["a.qkv.weight"] == ("rows", 4, 2, 2)
     assert by_name["a.out.weight"] == ("rows", 4, 4)
     assert by_name["a.table"] == M
     assert reason(groups, "a.qkv.weight") == "muonmesh_matrices of Attention"
     model["a"].muonmesh_matrices = {"out.weight": ("cols", 2, 2), "out.bias": None}  # the nearest module counts
-    assert assigned(split_params(model))["a.out.weight"] == ("rows", 4, 4)
+    assert split_or_group(split_params(model))["a.out.weight"] == ("rows", 4, 4)
     model["a"].muonmesh_matrices = {"qvk.weight": "whole"}
     with pytest.raises(
         ValueError, match=r"Attention: found 'qvk\.weight' in its muonmesh_matrices, which names no param"
@@ -1331,7 +1335,7 @@ def test_overrides_win_and_the_more_specific_wins_over_them() -> None:
     assert settings["blocks.1.norm.weight"]["lr"] == 0.3
     assert settings["blocks.1.norm.weight"]["weight_decay"] == 0.0
     assert "lr" not in settings["blocks.0.norm.weight"]
-    by_name = assigned(groups)
+    by_name = split_or_group(groups)
     assert by_name["embed.weight"] == "whole"
     assert settings["blocks.0.down.weight"]["name"] == "adamw.matrices"
     assert reason(groups, "blocks.0.down.weight") == "override 'down' (by default muon: linear)"
@@ -1345,7 +1349,7 @@ def test_overrides_win_and_the_more_specific_wins_over_them() -> None:
 
 def test_an_override_by_any_of_a_shared_parameters_names() -> None:
     for name in ("embed.weight", "head.weight"):
-        assert assigned(split_params(Model(tied=True), overrides={name: "muon"}))["embed.weight"] == "whole"
+        assert split_or_group(split_params(Model(tied=True), overrides={name: "muon"}))["embed.weight"] == "whole"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from muonmesh.numerics.coefficients import coefficient_schedule
 from tests.support import reference
 
 
-def matrices(module: nn.Module, **settings: Any) -> dict[str, Any]:
+def splits_by_name(module: nn.Module, **settings: Any) -> dict[str, Any]:
     matrices_of = {}
     for group in mm.split_params(module, **settings):
         if group["algorithm"] == "muon":
@@ -47,9 +47,9 @@ def test_deepspeeds_tag_is_honoured_whoever_steps() -> None:
     tagged = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False), nn.Linear(24, 5))
     tagged[0].weight.muon_num_heads = 6  # type: ignore[assignment]
     for settings in ({}, {"overrides": {"1.weight": {"algorithm": "muon", "matrices": ("heads", 2, 0)}}}):
-        assert matrices(tagged, **settings)["0.weight"] == ("heads", 6, 0)
+        assert splits_by_name(tagged, **settings)["0.weight"] == ("heads", 6, 0)
     overrides = {"0.weight": {"algorithm": "muon", "matrices": "whole"}}
-    assert matrices(tagged, overrides=overrides)["0.weight"] == "whole"
+    assert splits_by_name(tagged, overrides=overrides)["0.weight"] == "whole"
     for wrong in (5, 0, True, "6"):
         tagged[0].weight.muon_num_heads = wrong  # type: ignore[assignment]
         with pytest.raises(ValueError, match=rf"^0\.weight: found muon_num_heads={wrong!r} .* needed whole heads"):

@@ -111,7 +111,7 @@ def runs(count: int) -> Iterator[tuple[int, int]]:
             yield first, end
 
 
-def check(stage: nn.Module, whole: dict[str, Any], *, rename: Callable[[str], str] = lambda name: name) -> None:
+def check_stage(stage: nn.Module, whole: dict[str, Any], *, rename: Callable[[str], str] = lambda name: name) -> None:
     if next(stage.parameters(), None) is None:
         return
     renamed = {rename(name): entry for name, entry in decided(split_params(stage)).items()}
@@ -144,7 +144,7 @@ def test_a_stage_of_a_model_that_keeps_its_class(block: Callable[[], nn.Module],
             for i in range(count):
                 if i not in block_numbers:
                     del stage.layers[str(i)]
-            check(stage, whole)
+            check_stage(stage, whole)
         else:
             inner = [stage.layers[i] for i in block_numbers]
             stage.layers = container(inner) if container is nn.ModuleList else container(*inner)
@@ -154,7 +154,7 @@ def test_a_stage_of_a_model_that_keeps_its_class(block: Callable[[], nn.Module],
                 number, _, rest = rest.partition(".")
                 return f"layers.{block_numbers[int(number)]}.{rest}" if head == "layers" else name
 
-            check(stage, whole, rename=rename)
+            check_stage(stage, whole, rename=rename)
 
 
 @block_kinds
@@ -165,11 +165,11 @@ def test_a_stage_of_a_sequential(block: Callable[[], nn.Module]) -> None:
     whole = decided(split_params(model))
     assert whole["5.weight"][0] == "adamw.head"
     for first, end in runs(len(parts)):
-        check(model[first:end], whole)
+        check_stage(model[first:end], whole)
         moved = lambda name, first=first: f"{int(name.split('.')[0]) + first}.{name.partition('.')[2]}"  # noqa: E731
-        check(nn.ModuleList(parts[first:end]), whole, rename=moved)
+        check_stage(nn.ModuleList(parts[first:end]), whole, rename=moved)
         wrapped = nn.ModuleDict({"stage": nn.Sequential(*parts[first:end])})
-        check(wrapped, whole, rename=lambda name, moved=moved: moved(name.removeprefix("stage.")))
+        check_stage(wrapped, whole, rename=lambda name, moved=moved: moved(name.removeprefix("stage.")))
 
 
 @block_kinds
@@ -247,7 +247,7 @@ def test_a_stage_of_a_transformers_model(case: tuple[str, dict[str, Any], str, l
                 number, _, rest = name.partition(".")
                 return f"{stage_parts[int(number)]}.{rest}"
 
-            check(stage, whole, rename=rename)
+            check_stage(stage, whole, rename=rename)
             continue
         stage = copy.deepcopy(model)
         for part in {*before, *after} - set(stage_parts):
@@ -267,7 +267,7 @@ def test_a_stage_of_a_transformers_model(case: tuple[str, dict[str, Any], str, l
             number, _, rest = name.removeprefix(path + ".").partition(".")
             return f"{path}.{block_numbers[int(number)]}.{rest}"
 
-        check(stage, whole, rename=renumbered)
+        check_stage(stage, whole, rename=renumbered)
 
 
 # What cannot be known from a stage

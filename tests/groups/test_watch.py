@@ -69,14 +69,14 @@ def loss(outputs: Any) -> Tensor:
     return torch.stack([tensor.square().mean() for tensor in tensors]).sum()
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, *args: Any) -> None:
     """One step."""
     optimizer.zero_grad()
     loss(model(*(args or (IDS,)))).backward()
     optimizer.step()
 
 
-def halves(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def split_or_adamw(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The split of each matrix of Muon, or "adamw"."""
     return {
         name: group["matrices"][i] if group["algorithm"] == "muon" else "adamw"
@@ -101,18 +101,18 @@ def offered_overrides(message: str) -> list[dict[str, Any]]:
 def test_a_wrong_half_is_an_error_before_anything_is_written_with_the_lines_to_write(line: int) -> None:
     model = TwoHeads()
     optimizer = mm.from_model(model, overrides=SPLIT)
-    assert halves(optimizer)["actions.weight"] == "whole"
+    assert split_or_adamw(optimizer)["actions.weight"] == "whole"
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):  # it does not go away
         with pytest.raises(LayoutError, match=r"^actions\.weight: .*no other layer reads what it makes") as caught:
-            trained(model, optimizer)
+            train_one_step(model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(optimizer.state.values())
     pasted = offered_overrides(str(caught.value))
     assert pasted == [{"actions.weight": "adamw"}, {"actions.weight": "muon"}]
     optimizer = mm.from_model(model, overrides=SPLIT | pasted[line])
-    trained(model, optimizer)
-    assert halves(optimizer)["actions.weight"] == ("adamw", "whole")[line]
+    train_one_step(model, optimizer)
+    assert split_or_adamw(optimizer)["actions.weight"] == ("adamw", "whole")[line]
     assert not torch.equal(model.actions.weight, before["actions.weight"])
 
 
@@ -124,14 +124,14 @@ def test_another_split_is_a_warning_with_the_lines_to_write(line: int) -> None:
     with pytest.warns(
         UserWarning, match=r"^blocks\.0\.mixed\.weight: .*blocks\.\*\.mixed\.weight is split as"
     ) as caught:
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     assert len(caught) == 1
     pasted = offered_overrides(str(caught[0].message))
     optimizer = mm.from_model(model, overrides=heads | pasted[line])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(model, optimizer)
-    assert halves(optimizer)["blocks.1.mixed.weight"] == (("rows", 16, 16, 16), "whole")[line]
+        train_one_step(model, optimizer)
+    assert split_or_adamw(optimizer)["blocks.1.mixed.weight"] == (("rows", 16, 16, 16), "whole")[line]
 
 
 def test_what_is_confirmed_is_no_guess_any_more_and_neither_warns() -> None:
@@ -143,7 +143,7 @@ def test_what_is_confirmed_is_no_guess_any_more_and_neither_warns() -> None:
         assert "a guess" in str(groups)
         optimizer = mm.Muon(groups)
         assert reasons(optimizer)["blocks.1.out.weight"] == "linear; a guess"
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     assert "a guess" not in str(groups)
     assert "a guess" not in str(optimizer.explain())
     assert reasons(optimizer)["worth.weight"] == "output layer: in a forward, no other layer reads what it makes"
@@ -200,8 +200,8 @@ def test_a_model_that_is_gone_before_the_step_is_not_compared() -> None:
 def test_a_single_layer_is_no_model() -> None:
     model = nn.Linear(8, 8)
     optimizer = mm.from_model(model)
-    trained(model, optimizer, torch.randn(3, 8))
-    assert halves(optimizer)["weight"] == "whole"
+    train_one_step(model, optimizer, torch.randn(3, 8))
+    assert split_or_adamw(optimizer)["weight"] == "whole"
 
 
 class Several(nn.Module):
@@ -221,25 +221,25 @@ def test_a_model_whose_matrices_all_look_like_adamws_is_contradicted_too() -> No
     with pytest.warns(UserWarning, match=r"found 0 matrices for Muon.*write example=\(inputs,\)"):
         optimizer = mm.from_model(model)
     with pytest.raises(LayoutError, match=r"^1\.up: .*by which a forward multiplies, stored in × out") as caught:
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     shown, guess = offered_overrides(str(caught.value))
     for overrides, up in ((shown, ("stack", ("transposed", "whole"))), (guess, "adamw")):
         optimizer = mm.from_model(model, overrides=overrides)
-        trained(model, optimizer)
-        assert halves(optimizer)["1.up"] == up
+        train_one_step(model, optimizer)
+        assert split_or_adamw(optimizer)["1.up"] == up
 
 
 def test_a_model_that_may_be_a_block_is_none_that_the_forward_contradicts() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = mm.from_model(model)
-    trained(model, optimizer, torch.randn(3, 8))
-    assert halves(optimizer)["2.weight"] == "whole"
+    train_one_step(model, optimizer, torch.randn(3, 8))
+    assert split_or_adamw(optimizer)["2.weight"] == "whole"
 
 
 def test_switched_off() -> None:
     model = TwoHeads()
     optimizer = mm.from_model(model, watch=False)
-    trained(model, optimizer)
+    train_one_step(model, optimizer)
     assert reasons(optimizer)["actions.weight"] == "linear; a guess"
 
 
@@ -255,7 +255,7 @@ def test_forwards_without_gradients_and_in_evaluation_mode_are_not_read() -> Non
     assert not untouched(model)
     optimizer.step()  # nothing was seen, so the guess stays
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model.train(), optimizer)
+        train_one_step(model.train(), optimizer)
 
 
 def test_a_forward_that_raises_is_followed_by_one_that_is_read() -> None:
@@ -264,7 +264,7 @@ def test_a_forward_that_raises_is_followed_by_one_that_is_read() -> None:
     with pytest.raises(IndexError):
         model(IDS + 99)
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
 
 
 def test_an_optimizer_made_after_the_forward_reads_the_next() -> None:
@@ -274,7 +274,7 @@ def test_an_optimizer_made_after_the_forward_reads_the_next() -> None:
     loss(outputs).backward()
     optimizer.step()
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
 
 
 def test_a_step_that_only_creates_state_may_come_first() -> None:
@@ -283,7 +283,7 @@ def test_a_step_that_only_creates_state_may_come_first() -> None:
     get_optimizer_state_dict(model, optimizer)
     assert optimizer.state
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
 
 
 def test_several_forwards_before_a_step() -> None:
@@ -311,8 +311,8 @@ class Phases(nn.Module):
 def test_what_the_first_forward_did_not_use_is_not_contradicted() -> None:
     model, x = Phases(), torch.randn(4, 8)
     optimizer = mm.from_model(model)
-    trained(model, optimizer, x)
-    trained(model, optimizer, x, True)
+    train_one_step(model, optimizer, x)
+    train_one_step(model, optimizer, x, True)
     assert reasons(optimizer)["second.weight"].endswith("a guess")
     assert not reasons(optimizer)["first.weight"].endswith("a guess")
 
@@ -346,7 +346,7 @@ def test_an_output_that_another_forward_may_read_is_told() -> None:
     (loss(model(IDS)) + loss(model.aside(model(IDS)[0]))).backward()
     with pytest.warns(UserWarning, match=r"actions.weight.*other forwards may differ.*overrides="):
         optimizer.step()
-    assert halves(optimizer)["actions.weight"] == "whole"
+    assert split_or_adamw(optimizer)["actions.weight"] == "whole"
 
 
 def test_frozen_layers_and_a_teacher_without_gradients() -> None:
@@ -367,7 +367,7 @@ def test_frozen_layers_and_a_teacher_without_gradients() -> None:
     model = Taught()
     optimizer = mm.from_model(model, overrides=SPLIT)
     with pytest.raises(LayoutError, match=r"overrides=\{r\"student\.actions\.weight\": \"adamw\"\}"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -375,7 +375,7 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
     model = TwoHeads(reentrant)
     optimizer = mm.from_model(model, overrides=SPLIT)
     with pytest.raises(LayoutError, match=r"^actions\.weight"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     assert not model.blocks[0].out.weight.isnan().any()
 
 
@@ -391,7 +391,7 @@ def test_compiled_models_are_not_read_and_compile_as_they_would(when: str) -> No
     compiled: Any = torch.compile(plain, backend=backend, fullgraph=True)
     optimizer = mm.from_model(compiled if when == "before" else plain, overrides=SPLIT)
     for _ in range(3):
-        trained(compiled, optimizer)
+        train_one_step(compiled, optimizer)
     assert len(count) == 1
     assert reasons(optimizer)["actions.weight"] == "linear; a guess"
 
@@ -401,7 +401,7 @@ def test_a_compiled_block_shows_nothing_of_its_weights() -> None:
     model.blocks[0].compile(backend="aot_eager")
     optimizer = mm.from_model(model, overrides={"actions.weight": "adamw"})
     with pytest.warns(UserWarning, match=r"^blocks\.1\.mixed\.weight: .* blocks\.1\.mixed\.weight is split"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     assert reasons(optimizer)["blocks.0.mixed.weight"].endswith("a guess")
 
 
@@ -431,8 +431,8 @@ class Highway(nn.Module):
 def test_no_block_is_an_output_layer_where_blocks_like_it_may_be_none(block: type[nn.Module]) -> None:
     model = nn.Sequential(*(block() for _ in range(4)))
     optimizer = mm.from_model(model)
-    trained(model, optimizer, torch.randn(3, 8))
-    assert {split for name, split in halves(optimizer).items() if name.endswith("weight")} == {"whole"}
+    train_one_step(model, optimizer, torch.randn(3, 8))
+    assert {split for name, split in split_or_adamw(optimizer).items() if name.endswith("weight")} == {"whole"}
 
 
 class Recursive(nn.Module):
@@ -461,12 +461,12 @@ class Features(nn.Module):
 
 def test_a_forward_of_a_part_of_the_model_shows_no_output_layer_if_another_follows() -> None:
     model: nn.Module = Recursive()
-    trained(model, mm.from_model(model), torch.randn(4, 8))
+    train_one_step(model, mm.from_model(model), torch.randn(4, 8))
     model = Features()
     optimizer = mm.from_model(model)
     model(torch.randn(4, 8), True)
-    trained(model, optimizer, torch.randn(4, 8))
-    assert halves(optimizer)["body.2.weight"] == "whole"
+    train_one_step(model, optimizer, torch.randn(4, 8))
+    assert split_or_adamw(optimizer)["body.2.weight"] == "whole"
 
 
 def test_a_loop_over_time_takes_time_in_proportion() -> None:
@@ -516,7 +516,7 @@ def test_forwards_that_show_nothing_are_read_until_the_first_step() -> None:
     optimizer = mm.Muon(groups)
     model(x)
     assert not untouched(model)
-    trained(model, optimizer, x)
+    train_one_step(model, optimizer, x)
     assert untouched(model)
     assert reasons(optimizer)["2.weight"].endswith("a guess")
 
@@ -579,7 +579,7 @@ def test_a_traced_model_is_not_read() -> None:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
 
 
 def test_what_a_forward_saved_is_freed_without_a_collection_of_garbage() -> None:
@@ -625,7 +625,7 @@ def test_copies_of_model_groups_and_optimizer_work_and_watch_nothing() -> None:
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert copied._runtime.watch is None
     with pytest.raises(LayoutError, match="contradicts"):
-        trained(model.train(), optimizer)
+        train_one_step(model.train(), optimizer)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -643,13 +643,13 @@ def _contradicted(how: str) -> tuple[str, bool, bool]:
     optimizer = mm.from_model(wrapped, overrides=SPLIT)
     before = [p.detach().clone() for p in model.parameters()]
     try:
-        trained(wrapped, optimizer, IDS)
+        train_one_step(wrapped, optimizer, IDS)
     except LayoutError as error:
         message = str(error)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
     optimizer = mm.from_model(wrapped, overrides={"actions.weight": "adamw"})
     with pytest.warns(UserWarning, match=r'"rows", 16, 16, 16'):
-        trained(wrapped, optimizer, IDS)
+        train_one_step(wrapped, optimizer, IDS)
     return message, same, reasons(optimizer)["blocks.1.out.weight"] == "linear"
 
 
@@ -666,7 +666,7 @@ def _contradicted_on_one() -> tuple[str, str]:
     rank = torch.distributed.get_rank()
     optimizer = mm.from_model(nn.parallel.DistributedDataParallel(model), overrides=SPLIT, watch=rank == 1)
     try:
-        trained(model, optimizer, IDS)
+        train_one_step(model, optimizer, IDS)
     except (LayoutError, PlanError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -693,8 +693,8 @@ class Stage(nn.Module):
 def _stage() -> dict[str, Any]:
     model = Stage()
     optimizer = mm.from_model(model, overrides={"inner.weight": "muon"}, process_group="local")
-    trained(model, optimizer, torch.randn(3, 12, requires_grad=True))
-    return halves(optimizer)
+    train_one_step(model, optimizer, torch.randn(3, 12, requires_grad=True))
+    return split_or_adamw(optimizer)
 
 
 def test_the_last_layer_of_a_stage_may_be_read_by_another(workers: Callable[[int], Pool]) -> None:
@@ -711,13 +711,13 @@ def test_a_part_of_a_model_is_compared_with_the_roles_of_the_whole() -> None:
     optimizer = mm.Muon(mm.split_params(whole).held_by(first))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(first, optimizer, x)
-    assert halves(optimizer) == {"0.weight": "whole", "2.weight": "whole", "0.bias": "adamw", "2.bias": "adamw"}
+        train_one_step(first, optimizer, x)
+    assert split_or_adamw(optimizer) == {"0.weight": "whole", "2.weight": "whole", "0.bias": "adamw", "2.bias": "adamw"}
     with pytest.warns(UserWarning, match=r'^2\.weight: .*"matrices": \("rows", 16, 16\)'):
-        trained(more, mm.Muon(mm.split_params(whole).held_by(more)), x)
+        train_one_step(more, mm.Muon(mm.split_params(whole).held_by(more)), x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(more, mm.Muon(mm.split_params(whole, example=(x,)).held_by(more)), x)
+        train_one_step(more, mm.Muon(mm.split_params(whole, example=(x,)).held_by(more)), x)
     assert mm.split_params(whole, watch=False).held_by(whole).watch is None
 
 
@@ -740,8 +740,8 @@ def test_what_training_hides_does_not_contradict_what_an_example_showed(hides: b
     groups = mm.split_params(model, example=(x,))
     model[2].register_forward_hook(lambda module, args, output: Scaled.apply(output) if hides else output * 2)
     optimizer = mm.Muon(groups.held_by(model))
-    assert halves(optimizer)["2.weight"] == split
+    assert split_or_adamw(optimizer)["2.weight"] == split
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(model, optimizer, x)
-    assert halves(optimizer)["2.weight"] == split
+        train_one_step(model, optimizer, x)
+    assert split_or_adamw(optimizer)["2.weight"] == split

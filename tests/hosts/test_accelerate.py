@@ -49,7 +49,7 @@ def accelerator_for(how: str, micro: int) -> Accelerator:
     return Accelerator(cpu=True, gradient_accumulation_steps=micro)
 
 
-def train(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, Any]:
+def train_accelerated(how: str, folder: str, micro: int, resume: bool = False) -> dict[str, Any]:
     """Train on eight micro-batches, saved after four, or on the last four of them."""
     deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"} if how.startswith("zero") else {}
     with launched(**deepspeed), accelerated(how not in ("alone", "ddp")):
@@ -104,7 +104,7 @@ def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     @cache
     def result_of(micro: int) -> dict[str, Any]:
         folder = str(tmp_path_factory.mktemp("ddp"))
-        return workers(2).run(train, "ddp", folder, micro, timeout=90.0)[0]
+        return workers(2).run(train_accelerated, "ddp", folder, micro, timeout=90.0)[0]
 
     return result_of
 
@@ -117,7 +117,7 @@ def ddp(workers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
 def test_every_way_is_a_plain_loop_and_resumes(
     workers: Any, ddp: Any, tmp_path: Path, how: str, ranks: int, micro: int
 ) -> None:
-    result = workers(ranks).run(train, how, str(tmp_path), micro, timeout=120.0)[0]
+    result = workers(ranks).run(train_accelerated, how, str(tmp_path), micro, timeout=120.0)[0]
     kinds = {"ddp": DistributedType.MULTI_CPU, "fsdp2": DistributedType.FSDP, "hsdp": DistributedType.FSDP}
     if how.startswith("zero"):
         kinds[how] = DistributedType.DEEPSPEED
@@ -134,6 +134,6 @@ def test_every_way_is_a_plain_loop_and_resumes(
     if how == "zero2":
         assert different(result["weights"][-1], ddp(micro)["weights"][-1]) == []
     if how not in ("ddp", "tp"):
-        resumed = workers(ranks).run(train, how, str(tmp_path), micro, resume=True, timeout=120.0)[0]
+        resumed = workers(ranks).run(train_accelerated, how, str(tmp_path), micro, resume=True, timeout=120.0)[0]
         assert resumed["losses"] == result["losses"][BATCHES // 2 :]
         assert different(resumed["weights"][-1], result["weights"][-1]) == []

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 ELEMENTS = 64 * 96 + 96 * 64 + 32 * 32
 
 
-def measured(file: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def benchmarked(file: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """One stage's figures by contender, of three tiny matrices, and what was printed."""
     command = [sys.executable, "-m", "benchmarks.deepspeed_step", "--shapes", "64x96,96x64,32x32", "--layers", "1"]
     command += ["--rounds", "1", "--warmup", "1", "--json", str(file), *arguments]
@@ -31,7 +31,7 @@ def measured(file: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.slow
 @pytest.mark.soak
 def test_all_engines_make_the_same_update(tmp_path: Path) -> None:
-    figures, _ = measured(tmp_path / "deepspeed.json", "--stages", "2", "--contenders", "gram", "fp32")
+    figures, _ = benchmarked(tmp_path / "deepspeed.json", "--stages", "2", "--contenders", "gram", "fp32")
     assert list(figures) == ["SGD", "muonmesh", "DeepSpeed gram", "muonmesh fp32"]
     for name, figure in figures.items():
         assert figure["problem"] == ""
@@ -59,7 +59,7 @@ def test_all_engines_make_the_same_update(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_refusal_is_a_result(tmp_path: Path) -> None:
     options = ("--stages", "3", "--reduce-scatter", "--contenders", "gram")
-    figures, printed = measured(tmp_path / "deepspeed.json", *options)
+    figures, printed = benchmarked(tmp_path / "deepspeed.json", *options)
     assert list(figures) == ["SGD", "muonmesh", "DeepSpeed gram"]
     refused = figures["DeepSpeed gram"]
     assert refused["problem"] == "ValueError: Muon and reduce scatter cannot be used together"

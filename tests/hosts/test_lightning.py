@@ -75,7 +75,7 @@ class Model(MuonModule):
         self.inputs.append(Given.to(optimizer))
 
 
-def train(folder: Path, how: str = "", resume: str | None = None, **more: Any) -> tuple[Model, lightning.Trainer]:
+def fit_epochs(folder: Path, how: str = "", resume: str | None = None, **more: Any) -> tuple[Model, lightning.Trainer]:
     """Train two epochs of three steps of four sequences a rank, clipped hard, with a checkpoint after each."""
     parallel = {
         "fsdp2": {"data_parallel_size": 2, "tensor_parallel_size": 1},
@@ -123,7 +123,7 @@ class SkippingByEpoch(Skipping):
 @pytest.mark.parametrize(("module", "moved"), [(Model, 6), (Skipping, 4), (SkippingByEpoch, 2)])
 def test_a_skipped_step_leaves_a_schedule_of_steps_where_it_is(tmp_path: Path, module: Any, moved: int) -> None:
     with launched():
-        _, trainer = train(tmp_path, module=module())
+        _, trainer = fit_epochs(tmp_path, module=module())
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == moved
 
 
@@ -140,9 +140,9 @@ def trainer_twice(folder: Path, how: str) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched(**LAUNCHED):
         before = weights(Model())
-        module, trainer = train(folder, how)
+        module, trainer = fit_epochs(folder, how)
         after = weights(module)
-        second = train(folder, how, resume=str(folder / "kept" / "step=3.ckpt"))[0]
+        second = fit_epochs(folder, how, resume=str(folder / "kept" / "step=3.ckpt"))[0]
         rank = trainer.global_rank
     first = replayed(Model(), module.inputs[:1], **SETTINGS)
     return {
@@ -154,7 +154,7 @@ def trainer_twice(folder: Path, how: str) -> dict[str, Any]:
     }
 
 
-def check(result: dict[str, Any]) -> None:
+def check_lightning(result: dict[str, Any]) -> None:
     assert result["plain loop"] == []
     assert result["resumed"] == []
     assert result["losses"][0] == result["losses"][1]
@@ -176,7 +176,7 @@ def results_on(workers: Any, function: Any, how: str, folder: Path) -> list[dict
 @pytest.mark.parametrize("how", ["", "ddp", "fsdp2", "tp"])
 def test_a_trainer_on_two_ranks(workers, how: str, tmp_path: Path) -> None:
     for result in results_on(workers, trainer_twice, how, tmp_path):
-        check(result)
+        check_lightning(result)
 
 
 class Measured(Model):
@@ -199,7 +199,7 @@ def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path) -> None:
     norms = []
     for scale in (1.0, 1024.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        module, _ = train(
+        module, _ = fit_epochs(
             tmp_path / str(scale),
             module=Measured(),
             plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
@@ -221,13 +221,13 @@ def test_what_is_said_through_lightnings_wrapper_reaches_the_optimizer(tmp_path:
         muon_clip: ClassVar = {"skip_above": 1e-9, "policy": "separate"}
 
     before = weights(Skipping())
-    skipped, _ = train(tmp_path, module=Skipping(), callbacks=[], gradient_clip_val=None)
+    skipped, _ = fit_epochs(tmp_path, module=Skipping(), callbacks=[], gradient_clip_val=None)
     assert different(before, weights(skipped)) == []
 
     class Limited(Model):
         muon_clip: ClassVar = {"skip_above": "4x"}
 
-    limited, trainer = train(tmp_path, module=Limited(), callbacks=[], gradient_clip_val=1.0)
+    limited, trainer = fit_epochs(tmp_path, module=Limited(), callbacks=[], gradient_clip_val=1.0)
     assert different(before, weights(limited)) == list(before)
     optimizer = trainer.optimizers[0]
     optimizer.finish()
@@ -237,11 +237,11 @@ def test_what_is_said_through_lightnings_wrapper_reaches_the_optimizer(tmp_path:
         muon_clip: ClassVar = {"max_norm": 1.0}
 
     with pytest.raises(TypeError, match=r"multiple values for .*max_norm"):
-        train(tmp_path, module=Wrong(), callbacks=[])
+        fit_epochs(tmp_path, module=Wrong(), callbacks=[])
     with pytest.raises(
         ValueError, match=r'Trainer: found gradient_clip_algorithm="value"; .* Write gradient_clip_algorithm="norm"'
     ):
-        train(tmp_path, module=Model(), callbacks=[], gradient_clip_algorithm="value")
+        fit_epochs(tmp_path, module=Model(), callbacks=[], gradient_clip_algorithm="value")
 
 
 class Unfreezing(BaseFinetuning):
@@ -258,7 +258,7 @@ class Unfreezing(BaseFinetuning):
 
 def test_modules_that_are_unfrozen_without_an_algorithm_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='found no "algorithm" in a group that is added later'):
-        train(tmp_path, callbacks=[Unfreezing()])
+        fit_epochs(tmp_path, callbacks=[Unfreezing()])
 
 
 # ------------------------------------------------------------------ Fabric

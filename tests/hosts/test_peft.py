@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"lr": 0.05, "compute_dtype": torch.float32, "overrid
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
-def train(model: nn.Module, optimizer: mm.Muon, batches: range) -> None:
+def train_batches(model: nn.Module, optimizer: mm.Muon, batches: range) -> None:
     data = Tokens()
     for number in batches:
         optimizer.zero_grad()
@@ -36,16 +36,16 @@ def test_adapters_train_and_are_saved_and_loaded(tmp_path: Path) -> None:
     base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     optimizer = mm.from_model(model, **SETTINGS)
     assert [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups] == [("muon", 8)]
-    train(model, optimizer, range(3))
+    train_batches(model, optimizer, range(3))
     model.save_pretrained(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    train(model, optimizer, range(3, 6))
+    train_batches(model, optimizer, range(3, 6))
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
 
     again = PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True)
     resumed = mm.from_model(again, **SETTINGS)
     resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    train(again, resumed, range(3, 6))
+    train_batches(again, resumed, range(3, 6))
     assert different(weights(again), weights(model)) == []
 
 
@@ -90,15 +90,15 @@ def test_adapters_of_every_kind_train_and_go_on_bit_for_bit(name: str, tmp_path:
     model, optimizer = adapted()
     assert name not in OTHERS or {group["name"] for group in optimizer.param_groups} == {OTHERS[name][1]}
     before = {name: p.clone() for name, p in model.named_parameters()}
-    train(model, optimizer, range(2))
+    train_batches(model, optimizer, range(2))
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
-    train(model, optimizer, range(2, 4))
+    train_batches(model, optimizer, range(2, 4))
 
     again, resumed = adapted()
     mm.checkpoint.load(tmp_path / "saved", again, resumed)
-    train(again, resumed, range(2, 4))
+    train_batches(again, resumed, range(2, 4))
     assert different(weights(again), weights(model)) == []
 
 

@@ -21,7 +21,7 @@ NAME = "model.layers.1.self_attn"
 LARGEST = torch.tensor([400.0, 1.0, 100.0, 144.0, 2.0, -5.0, 900.0, 99.0])
 
 
-def clipped(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def clip_in_deepspeed(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Take steps at rate 0, so that nothing but the clip changes; return what is changed, and what is wrong."""
     config = {"train_micro_batch_size_per_gpu": 1, **config}
     ds.as_launchers_do()
@@ -57,4 +57,4 @@ def within_tolerance(values: Tensor, expected: Tensor, tolerance: float = 1e-6) 
     ids=["0", "0 bf16", "1", "2 bf16", "3", "3 bf16, small groups"],
 )
 def test_the_masters_of_every_stage_are_clipped(pools: dict[int, Pool], config: dict[str, Any]) -> None:
-    assert pools[2].run(clipped, config) == [([f"{NAME}.q_proj.weight"], [])] * 2
+    assert pools[2].run(clip_in_deepspeed, config) == [([f"{NAME}.q_proj.weight"], [])] * 2

@@ -21,7 +21,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, **zero(3)}
 FUSED, SPLIT = "transformer.h.0.attn.c_attn.weight", ("transposed", ("rows", 16, 16, 16))
 
 
-def build() -> nn.Module:
+def build_gpt2() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=8)
     return transformers.GPT2LMHeadModel(config)
@@ -40,9 +40,9 @@ def shown_roles() -> tuple[bool, list[int], Any, str]:
     """Whether a partitioned model has the roles of a whole one; what this rank has of a weight; how it is split."""
     ds.as_launchers_do()
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
-        model = build()
+        model = build_gpt2()
     example = {"input_ids": torch.ones(1, 6, dtype=torch.int64)}
-    whole = mm.split_params(build(), example=example)
+    whole = mm.split_params(build_gpt2(), example=example)
     roles = decided_roles(whole.held_by(model))
     try:
         mm.split_params(model, example=example)

@@ -27,7 +27,7 @@ MUON = f'muonmesh.integrations.torchtitan.muon={{"lr": {LR}, "compute_dtype": "f
 METRICS = "muonmesh.integrations.torchtitan.metrics"
 
 
-def train(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, list[Given], dict[str, Any]]:
+def train_titan(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, list[Given], dict[str, Any]]:
     """Train to the sixth step, with a checkpoint at the third; return the trainer, its gradients and first weights."""
     trainer = titan.config(folder, [MUON, METRICS], load_step, **parallelism).build()
     trainer.metrics_processor.logger = titan.Recorder()
@@ -51,9 +51,9 @@ def train(folder: Path, load_step: int = -1, **parallelism: Any) -> tuple[Any, l
 def titan_twice(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     """Train, train again from the middle, and replay the gradients in one process."""
     with launched():
-        trainer, inputs, before = train(folder, **parallelism)
+        trainer, inputs, before = train_titan(folder, **parallelism)
         after = weights(trainer.model_parts[0])
-        second, _, _ = train(folder, 3, **parallelism)
+        second, _, _ = train_titan(folder, 3, **parallelism)
         resumed = different(after, weights(second.model_parts[0]))
         placed = {str(tuple(p.placements)) for p in trainer.model_parts[0].parameters()}
 
@@ -77,7 +77,7 @@ def titan_twice(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def check(result: dict[str, Any]) -> None:
+def check_torchtitan(result: dict[str, Any]) -> None:
     assert result["plain loop"] == []
     assert result["resumed"] == []
     assert result["steps"] == 6
@@ -105,7 +105,7 @@ def check(result: dict[str, Any]) -> None:
 )
 def test_the_trainer(workers, ranks: int, parallelism: dict[str, int], placement: str, tmp_path: Path) -> None:
     for result in workers(ranks).run(titan_twice, tmp_path, parallelism, timeout=300):
-        check(result)
+        check_torchtitan(result)
         assert any(placement in placed.replace("_S", "S") for placed in result["placed"]), result["placed"]
 
 
@@ -132,7 +132,7 @@ def container(parts: list[nn.Module]) -> Any:
     return titan.MuonContainer.Config(settings={"lr": LR, "compute_dtype": torch.float32}).build(model_parts=parts)
 
 
-def step(optimizers: Any, number: int) -> None:
+def step_parts(optimizers: Any, number: int) -> None:
     for part in optimizers.model_parts:
         for name, parameter in part.named_parameters():
             generator = torch.Generator().manual_seed(number + sum(map(ord, name)))
@@ -143,17 +143,17 @@ def step(optimizers: Any, number: int) -> None:
 def test_state_of_two_parts_loads_into_one_and_is_small() -> None:
     whole = llama()
     apart, single = container(stages(whole)), container([whole])
-    step(apart, 0)
-    step(single, 0)
+    step_parts(apart, 0)
+    step_parts(single, 0)
     state = apart.state_dict()
     assert state.keys() == single.state_dict().keys()
     fresh = copy.deepcopy(whole)
     other = container([fresh])
     other.load_state_dict(state)
     for optimizers in (single, other):
-        step(optimizers, 1)
+        step_parts(optimizers, 1)
     assert different(weights(whole), weights(fresh)) == []
-    step(apart, 1)
+    step_parts(apart, 1)
     named = {name: value for part in apart.model_parts for name, value in part.named_parameters()}
     assert different(weights(whole), named) == []
     # Nothing of a group grows with the number of its parameters, of which each has all entries of its group.
@@ -170,7 +170,7 @@ def test_the_last_linear_of_a_part_without_head_is_muons() -> None:
 # ------------------------------------------------------------------ fused parameters
 
 
-def matrices(model: nn.Module) -> dict[str, Any]:
+def muon_matrices(model: nn.Module) -> dict[str, Any]:
     (muon, *_) = mm.split_params(model)
     return dict(zip(muon["param_names"], muon["matrices"], strict=True))
 
@@ -179,19 +179,19 @@ def test_fused_parameters_are_taken_apart_as_their_modules_do() -> None:
     """torchtitan saves q, k and v apart, which is what they are compared with."""
     model = llama()
     fused = model.layers["0"].attention.qkv_linear
-    pieces = split(fused.wqkv.weight.detach(), matrices(model)["layers.0.attention.qkv_linear.wqkv.weight"])
+    pieces = split(fused.wqkv.weight.detach(), muon_matrices(model)["layers.0.attention.qkv_linear.wqkv.weight"])
     apart = [fused.state_dict()[f"{name}.weight"] for name in ("wq", "wk", "wv")]
     assert all(torch.equal(*pair) for pair in zip(pieces, apart, strict=True))
     with torch.device("meta"):
         deepseek = titan.deepseek_v3.model_registry("debugmodel").model.build()
         experts = titan.gpt_oss.model_registry("debugmodel").model.build()
     attention = deepseek.layers["1"].attention
-    splits = matrices(deepseek)
+    splits = muon_matrices(deepseek)
     sizes = (attention.kv_lora_rank, attention.qk_rope_head_dim)
     assert splits["layers.1.attention.wkv_a.weight"] == ("rows", *sizes)
     sizes = (attention.qk_nope_head_dim, attention.v_head_dim)
     assert splits["layers.1.attention.wkv_b.weight"] == ("interleaved", sizes, 0)
-    gates = {m for n, m in matrices(experts).items() if n.endswith("mlp1_weight_EGD")}
+    gates = {m for n, m in muon_matrices(experts).items() if n.endswith("mlp1_weight_EGD")}
     assert gates == {("stack", ("interleaved", 2, 0))}
 
 

@@ -48,7 +48,7 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
     return TrainingArguments(folder, **{**settings, **more})
 
 
-def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
+def train_launched(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
     """Train under one way of launching; return what was found, which any process can compare."""
     more = {
         "fsdp2": {
@@ -71,7 +71,7 @@ def train(folder: str, how: str, resume: bool = False) -> tuple[Any, ...]:
         return type(trainer.model_wrapped).__name__, watch.inputs, watch.weights, trainer.state.log_history
 
 
-def check(
+def check_trainer(
     model: str, inputs: list[Given], snapshots: list[dict[str, torch.Tensor]], logs: list[dict[str, float]]
 ) -> None:
     """What holds under any way of launching."""
@@ -101,12 +101,16 @@ def test_a_trainer_is_a_plain_loop_and_resumes(workers: Any, tmp_path: Path, how
     """But under tensor parallelism, which a Trainer does not save."""
 
     def trained(**resume: Any) -> list[tuple[Any, ...]]:
-        arguments = train, str(tmp_path), how
-        return [train(*arguments[1:], **resume)] if how == "alone" else workers(2).run(*arguments, **resume, timeout=90)
+        arguments = train_launched, str(tmp_path), how
+        return (
+            [train_launched(*arguments[1:], **resume)]
+            if how == "alone"
+            else workers(2).run(*arguments, **resume, timeout=90)
+        )
 
     first, *others = trained()
     assert first[0] == WRAPPED[how]
-    check(*first)
+    check_trainer(*first)
     assert all(different(first[2][-1], other[2][-1]) == [] for other in others)
     if how != "tp":
         resumed = trained(resume=True)[0]

@@ -63,7 +63,7 @@ def dpo(folder: Path) -> tuple[DPOTrainer, Watch]:
     return trainer, watch
 
 
-def check(trainer: Trainer, inputs: list[Given], snapshots: list[dict[str, torch.Tensor]]) -> None:
+def check_trl(trainer: Trainer, inputs: list[Given], snapshots: list[dict[str, torch.Tensor]]) -> None:
     plain = replayed(llama(), inputs, weight_decay=0.1, adamw_betas=(0.9, 0.999), **SETTINGS)
     assert different(snapshots[-1], plain) == []
     moved = strengths(snapshots[0], snapshots[1], 0.05)
@@ -79,7 +79,7 @@ def trained_and_resumed(folder: Path, make: Any) -> tuple[str, dict[str, torch.T
     with launched():
         trainer, watch = make(folder)
         trainer.train()
-        check(trainer, watch.inputs, watch.weights)
+        check_trl(trainer, watch.inputs, watch.weights)
         again, _ = make(folder)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         assert losses(again.state.log_history) == losses(trainer.state.log_history)

@@ -86,7 +86,7 @@ def areal_engine(folder: str, *, split: str = "fsdp:d2", type: str = "adam", per
     return engine
 
 
-def stepped(engine: Any, steps: range) -> list[Given]:
+def areal_steps(engine: Any, steps: range) -> list[Given]:
     """Train with the engine's own method; return what its optimizer was given."""
     inputs: list[Given] = []
     engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
@@ -99,23 +99,23 @@ def stepped(engine: Any, steps: range) -> list[Given]:
     return inputs
 
 
-def trained(folder: str, checkpoint: str, split: str) -> dict[str, Any]:
+def trained_by_areal(folder: str, checkpoint: str, split: str) -> dict[str, Any]:
     import areal_muon
     from areal.api import SaveLoadMeta
 
     areal_muon.SETTINGS = {"momentum": 0.8, "compute_dtype": torch.float32}
     engine = areal_engine(folder, split=split)
     optimizer = engine.optimizer
-    inputs = stepped(engine, range(2))
+    inputs = areal_steps(engine, range(2))
     meta = SaveLoadMeta(
         path=checkpoint, weight_format="dcp", with_optim=True, tokenizer=None, processor=None, base_model_path=None
     )
     engine.save(meta)
-    inputs += stepped(engine, range(2, 4))[:2]
+    inputs += areal_steps(engine, range(2, 4))[:2]
     after = weights(engine.model)
     second = areal_engine(folder, split=split)
     second.load(meta)
-    stepped(second, range(2, 4))
+    areal_steps(second, range(2, 4))
     muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
     plain = replayed(Qwen2ForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **muon_settings)
     return {
@@ -131,7 +131,7 @@ def trained(folder: str, checkpoint: str, split: str) -> dict[str, Any]:
 def test_the_engine_s_steps_are_those_of_a_plain_loop(
     pair: workers.Pool, folder: str, tmp_path: Path, split: str
 ) -> None:
-    for result in pair.run(trained, folder, str(tmp_path), split, timeout=400):
+    for result in pair.run(trained_by_areal, folder, str(tmp_path), split, timeout=400):
         assert result["muon"]
         assert result["matrices"] == 14
         assert result["plain loop"] == []

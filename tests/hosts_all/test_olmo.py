@@ -82,7 +82,7 @@ def train_step(train_module: TransformerTrainModule, number: int) -> Given:
     return inputs
 
 
-def trained(folder: Path) -> tuple[list[str], list[str], dict[str, int], bool]:
+def trained_by_olmo(folder: Path) -> tuple[list[str], list[str], dict[str, int], bool]:
     train_module = module()
     inputs = [train_step(train_module, number) for number in range(2)]
     dcp.save(train_module.state_dict_to_save(), checkpoint_id=folder)
@@ -107,7 +107,7 @@ def pair() -> Iterator[workers.Pool]:
 
 
 def test_its_train_module_is_a_plain_loop_and_resumes(pair: workers.Pool, tmp_path: Path) -> None:
-    for plain, resumed, sizes, head in pair.run(trained, tmp_path, timeout=200):
+    for plain, resumed, sizes, head in pair.run(trained_by_olmo, tmp_path, timeout=200):
         assert plain == []
         assert resumed == []
         assert sizes == {"muon": 14, "adamw.embeddings": 1, "adamw.head": 1, "adamw.vectors": 5}

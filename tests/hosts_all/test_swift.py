@@ -75,7 +75,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def train(folder: Path, name: str, launch: str, *more: str) -> Path:
+def train_by_swift(folder: Path, name: str, launch: str, *more: str) -> Path:
     """Train to the second step, with a checkpoint after each; returns the folder of the checkpoints."""
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"}
@@ -118,7 +118,7 @@ def swift_losses(run: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Callable[[str], Path]:
     """The run of each way, trained once."""
-    return cache(lambda launch: train(folder, launch, launch))
+    return cache(lambda launch: train_by_swift(folder, launch, launch))
 
 
 @pytest.mark.parametrize("launch", WAYS)
@@ -143,7 +143,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 ) -> None:
     """The second step is the first that feels momentum and AdamW's moments."""
     whole = trained(launch)
-    again = train(folder, f"{launch}-again", launch, "--resume_from_checkpoint", str(whole / "checkpoint-1"))
+    again = train_by_swift(folder, f"{launch}-again", launch, "--resume_from_checkpoint", str(whole / "checkpoint-1"))
     assert swift_losses(again)[-1:] == swift_losses(whole)[1:]
     first, second, resumed = (weights(run) for run in (*sorted(whole.glob("checkpoint-?")), again / "checkpoint-2"))
     assert second.keys() == resumed.keys() == first.keys()

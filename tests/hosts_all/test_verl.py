@@ -83,7 +83,7 @@ def engine_of(folder: str, *, strategy: str = "fsdp2", **optimizer: Any) -> Any:
     return engine
 
 
-def stepped(engine: Any, steps: range) -> list[Given]:
+def verl_steps(engine: Any, steps: range) -> list[Given]:
     """Take steps with the engine's own methods; return what its optimizer was given."""
     inputs: list[Given] = []
     engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
@@ -96,17 +96,17 @@ def stepped(engine: Any, steps: range) -> list[Given]:
     return inputs
 
 
-def trained(folder: str, checkpoint: str) -> dict[str, Any]:
+def trained_by_verl(folder: str, checkpoint: str) -> dict[str, Any]:
     settings = {"momentum": 0.8, "compute_dtype": "float32"}
     engine = engine_of(folder, override_optimizer_config=settings)
     optimizer = engine.optimizer
-    inputs = stepped(engine, range(2))
+    inputs = verl_steps(engine, range(2))
     engine.save_checkpoint(checkpoint)
-    inputs += stepped(engine, range(2, 4))[:2]
+    inputs += verl_steps(engine, range(2, 4))[:2]
     after = weights(engine.module)
     second = engine_of(folder, override_optimizer_config=settings)
     second.load_checkpoint(checkpoint)
-    stepped(second, range(2, 4))
+    verl_steps(second, range(2, 4))
     muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
     plain = replayed(LlamaForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **muon_settings)
     return {
@@ -119,7 +119,7 @@ def trained(folder: str, checkpoint: str) -> dict[str, Any]:
 
 
 def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: workers.Pool, folder: str, tmp_path: Path) -> None:
-    for result in pair.run(trained, folder, str(tmp_path), timeout=400):
+    for result in pair.run(trained_by_verl, folder, str(tmp_path), timeout=400):
         assert result["muon"]
         assert result["matrices"] == 14
         assert result["plain loop"] == []

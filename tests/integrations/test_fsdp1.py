@@ -45,7 +45,7 @@ def wrap(model: Net, strategy: str = "FULL_SHARD", *, use_orig_params: bool = Tr
     return FullyShardedDataParallel(model, device_mesh=mesh, **how)
 
 
-def whole(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
+def full_parameters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Every parameter and its gradient, by name."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
         return {
@@ -61,7 +61,7 @@ def trainable(strategy: str) -> tuple[nn.Module, mm.Muon]:
     return wrapped, mm.Muon(groups, layouts=declared_layouts(wrapped), **SETTINGS)
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward_of_rank(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     model(torch.randint(0, 11, (5,), generator=generator)).square().mean().backward()
 
@@ -74,15 +74,18 @@ def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float
     differing: list[str] = []
     for step in range(4):
         if step == 2:  # each rank saves what it holds, and others go on
-            weights, saved = {name: value for name, (value, _) in whole(wrapped).items()}, optimizer.state_dict()
+            weights, saved = (
+                {name: value for name, (value, _) in full_parameters(wrapped).items()},
+                optimizer.state_dict(),
+            )
             wrapped, optimizer = trainable(strategy)
             with FullyShardedDataParallel.summon_full_params(wrapped):
                 for name, parameter in wrapped.named_parameters():
                     parameter.data.copy_(weights[canonical_name(name)])
             optimizer.load_state_dict(saved)
         optimizer.zero_grad()
-        backward(wrapped, step)
-        for name, (_, gradient) in whole(wrapped).items():
+        backward_of_rank(wrapped, step)
+        for name, (_, gradient) in full_parameters(wrapped).items():
             alone.get_parameter(name).grad = gradient
         norms = optimizer.clip_grad_norm_(0.1)
         norm_alone = other.clip_grad_norm_(0.1)
@@ -90,7 +93,7 @@ def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float
         other.step()
         differing += [
             f"{name} after step {step}"
-            for name, (value, _) in whole(wrapped).items()
+            for name, (value, _) in full_parameters(wrapped).items()
             if not torch.equal(value, alone.get_parameter(name))
         ]
     described = [line for line in str(optimizer.explain()).splitlines() if "flat×" in line]
@@ -113,7 +116,7 @@ def wrapped_after(declare: bool) -> None:
     wrapped = wrap(model)
     if declare:
         optimizer.layouts = declared_layouts(wrapped)
-    backward(wrapped, 0)
+    backward_of_rank(wrapped, 0)
     optimizer.step()
 
 

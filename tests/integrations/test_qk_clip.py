@@ -43,7 +43,7 @@ TOKENS = torch.randint(31, (3, 9), generator=torch.Generator().manual_seed(1))
 EXAMPLE = {"input_ids": TOKENS}
 
 
-def build(family: str, attention: str = "sdpa") -> nn.Module:
+def build_family(family: str, attention: str = "sdpa") -> nn.Module:
     torch.manual_seed(0)
     if family == "gpt2":
         dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
@@ -111,7 +111,7 @@ def by_hand(model: Any) -> Tensor:
     ],
 )
 def test_the_largest_logits_are_noted(family: str, implementation: str, attention: str) -> None:
-    model: Any = build(family, implementation).requires_grad_(
+    model: Any = build_family(family, implementation).requires_grad_(
         attention != "flex_attention"
     )  # which has no backward on CPUs
     clip = mm.QKClip(model, threshold=1e9, example=EXAMPLE)
@@ -168,7 +168,7 @@ def test_an_optimizers_splits_say_which_rows_make_queries_where_nothing_else_doe
 @pytest.mark.parametrize("family", ["llama", "grouped", "gpt2", "neox", "phi3", "deepseek"])
 def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(family: str) -> None:
     """With biases, fused, stored in × out, head by head, keys that heads share, latent attention."""
-    model = build(family, "eager")  # exact
+    model = build_family(family, "eager")  # exact
     probe = mm.QKClip(model, threshold=1e9, example=EXAMPLE)
     loss_of_tokens(model)
     probe.step()
@@ -196,7 +196,7 @@ def test_logits_above_the_threshold_are_brought_back_to_it_and_others_stay(famil
 
 
 def test_both_weights_take_half_and_momentum_and_values_none() -> None:
-    model = build("llama")
+    model = build_family("llama")
     optimizer = mm.from_model(model.bfloat16(), lr=0.0, master_dtype=torch.float32, state_dtype=torch.float32)
     clip = mm.QKClip(model, threshold=2.0, optimizer=optimizer)
     loss_of_tokens(model).backward()
@@ -249,13 +249,13 @@ def test_attention_of_ones_own_tells_what_it_computes() -> None:
 
 def test_what_cannot_be_clipped_is_refused() -> None:
     with pytest.raises(ValueError, match="threshold: found 0; needed a number above 0"):
-        mm.QKClip(build("llama"), threshold=0)
+        mm.QKClip(build_family("llama"), threshold=0)
     with pytest.raises(ValueError, match="found no attention module whose queries and keys are known"):
         mm.QKClip(nn.Linear(3, 3))
     config = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: found q_norm, which norms queries or keys"):
         mm.QKClip(transformers.Qwen3ForCausalLM(config))
-    clip = mm.QKClip(build("llama"))
+    clip = mm.QKClip(build_family("llama"))
     with pytest.raises(ValueError, match="found a module that is not known"):
         clip.record(nn.Linear(2, 2), torch.ones(6))
     module = next(m for m in clip._model.modules() if type(m).__name__ == "LlamaAttention")
@@ -263,7 +263,7 @@ def test_what_cannot_be_clipped_is_refused() -> None:
         clip.record(module, torch.ones(3))
 
 
-def stepped(model: nn.Module, optimizer: mm.Muon) -> None:
+def clip_and_step_on_tokens(model: nn.Module, optimizer: mm.Muon) -> None:
     optimizer.zero_grad()
     loss_of_tokens(model).backward()
     optimizer.clip_grad_norm_(1.0, skip_above=1e-9)
@@ -271,18 +271,18 @@ def stepped(model: nn.Module, optimizer: mm.Muon) -> None:
 
 
 def test_a_skipped_step_changes_no_weight() -> None:
-    model = build("llama")
+    model = build_family("llama")
     optimizer = mm.from_model(model, lr=0.01)
     clip = mm.QKClip(model, threshold=1e-3, optimizer=optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    stepped(model, optimizer)
+    clip_and_step_on_tokens(model, optimizer)
     assert optimizer.skipped
     assert float(first(clip).max()) > 1e-3
     assert [name for name, p in model.named_parameters() if not torch.equal(p, before[name])] == []
 
 
 def test_a_second_clip_of_the_same_model_is_refused() -> None:
-    model = build("llama")
+    model = build_family("llama")
     optimizer = mm.from_model(model, lr=0.01)
     mm.QKClip(model, threshold=50.0, optimizer=optimizer)  # kept by the optimizer
     with pytest.raises(ValueError, match=r"already clips this model; needed one .* Change the threshold attribute"):
@@ -290,13 +290,13 @@ def test_a_second_clip_of_the_same_model_is_refused() -> None:
 
 
 def test_optimizer_and_clip_are_freed_without_a_collection() -> None:
-    model = build("llama")
+    model = build_family("llama")
     gc.collect()
     gc.disable()
     try:
         optimizer = mm.from_model(model, lr=0.01)
         clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
-        stepped(model, optimizer)
+        clip_and_step_on_tokens(model, optimizer)
         watched = weakref.ref(optimizer), weakref.ref(clip)
         del optimizer, clip
         assert [reference() for reference in watched] == [None, None]
@@ -373,7 +373,7 @@ def test_the_log_sum_exp_bounds_the_largest_logit(family: str, attention: str, p
     """Of torch's flash attention on a CPU: never below, and at most ln n above."""
     AttentionInterface.register("packed", packed)
     AttentionMaskInterface.register("packed", sdpa_mask)
-    model: Any = build(family, attention)
+    model: Any = build_family(family, attention)
     largest = exact(model, padding)
     if attention == "packed":
         with torch.no_grad():
@@ -391,7 +391,7 @@ def test_the_log_sum_exp_bounds_the_largest_logit(family: str, attention: str, p
 
 
 def test_without_a_fast_kernel_logits_are_computed_once_more() -> None:
-    for model in (build("deepseek"), build("llama", "eager")):
+    for model in (build_family("deepseek"), build_family("llama", "eager")):
         largest = exact(model)
         by_layer, explanation = clip_results(model)
         for name, logits in by_layer.items():
@@ -401,7 +401,7 @@ def test_without_a_fast_kernel_logits_are_computed_once_more() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "grouped", "deepseek, square"])
 def test_no_logit_stays_above_the_threshold_and_few_go_further_below(family: str) -> None:
-    model = build(family)
+    model = build_family(family)
     name, before = next(iter(exact(model).items()))
     threshold = float(before.sort().values[2:4].mean())
     bound = clip_results(model, threshold=threshold)[0][name].double()
@@ -419,7 +419,7 @@ def test_no_logit_stays_above_the_threshold_and_few_go_further_below(family: str
 
 
 def test_layers_without_a_softmax_are_left_out_and_named() -> None:
-    model = build("hybrid")
+    model = build_family("hybrid")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     by_layer, explanation = clip_results(model, threshold=1e-3)
     assert list(by_layer) == ["model.layers.1.self_attn"]
@@ -503,7 +503,7 @@ def test_a_clip_of_eager_attention_changes_no_other_model() -> None:
     module = Phi4MultimodalAudioAttention(config).eval()
     hidden = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(0))
     before = module(hidden, None)
-    clip = mm.QKClip(build("llama", "eager"))
+    clip = mm.QKClip(build_family("llama", "eager"))
     assert torch.equal(module(hidden, None), before)
     assert "eager" not in AttentionInterface._global_mapping
     del clip
@@ -515,7 +515,7 @@ def test_an_implementation_that_tells_nothing_is_an_error() -> None:
 
     AttentionInterface.register("plain", plain)
     AttentionMaskInterface.register("plain", sdpa_mask)
-    model = build("llama", "plain")
+    model = build_family("llama", "plain")
     clip = mm.QKClip(model)
     with pytest.raises(ValueError, match=r"found attention by 'plain'; needed a kernel .*set_attn_implementation"):
         loss_of_tokens(model)

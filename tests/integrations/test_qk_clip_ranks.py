@@ -29,7 +29,7 @@ def heads_of_rank(largest: Tensor, layout: str) -> Tensor:
     return largest.chunk(ranks)[dist.get_rank() % ranks]
 
 
-def clipped(layout: str) -> list[str]:
+def clip_in_layout(layout: str) -> list[str]:
     placed, alone = models.hold("llama", layout), models.build("llama")
     world = dist.get_world_size()
     results = []
@@ -78,7 +78,7 @@ def data_of(layout: str, rank: int, world: int) -> int:
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "fsdp x tp", pytest.param("hsdp", marks=pytest.mark.soak)])
 def test_weights_are_clipped_bit_for_bit(workers, layout: str) -> None:
-    assert workers(4).run(clipped, layout) == [[]] * 4
+    assert workers(4).run(clip_in_layout, layout) == [[]] * 4
 
 
 def distances_of_logits(layout: str) -> list[float]:

@@ -84,7 +84,7 @@ CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
 }
 
 
-def differing(case: str) -> list[str]:
+def differing_layouts(case: str) -> list[str]:
     """The parameters that this rank does not hold as their layouts say."""
     weights, corrected = CLASSES[case]
     return declared_layouts_of(weights, dist.group.WORLD, None, dist.get_rank(), 2, corrected)[2]
@@ -92,4 +92,4 @@ def differing(case: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CLASSES)
 def test_each_rank_holds_what_the_attributes_say(workers, case: str) -> None:
-    assert workers(2).run(differing, case) == [[], []]
+    assert workers(2).run(differing_layouts, case) == [[], []]

@@ -41,7 +41,7 @@ def torch_muon(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
 
-def train(
+def train_by_trainer(
     folder: Path, build: Callable[[nn.Module], torch.optim.Optimizer], max_grad_norm: float, *more: TrainerCallback
 ) -> tuple[Snapshots, list[float]]:
     """Return the weights before and after each step, and the gradient norms that the Trainer logs."""
@@ -86,12 +86,12 @@ def relative_strengths(clipped: Snapshots, free: Snapshots, *, muon: bool) -> li
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory: pytest.TempPathFactory) -> tuple[Snapshots, list[float]]:
-    return train(tmp_path_factory.mktemp("free"), muon_of, 0.0)
+    return train_by_trainer(tmp_path_factory.mktemp("free"), muon_of, 0.0)
 
 
 def test_the_trainers_clipping_cannot_stall_muon(free: Any, tmp_path: Path) -> None:
     weights, norms = free
-    clipped, clipped_norms = train(tmp_path, muon_of, limit(norms[0]))
+    clipped, clipped_norms = train_by_trainer(tmp_path, muon_of, limit(norms[0]))
     assert len(norms) == len(clipped_norms) == STEPS
     assert clipped_norms[0] == norms[0], "what the Trainer logs is the norm before clipping"
     assert all(limit(norms[0]) / norm < 1e-8 for norm in clipped_norms)
@@ -109,9 +109,9 @@ def test_the_trainers_clipping_cannot_stall_muon(free: Any, tmp_path: Path) -> N
 
 
 def test_the_same_clipping_stalls_torchs_muon(free: Any, tmp_path: Path) -> None:
-    weights, norms = train(tmp_path, torch_muon, 0.0)
+    weights, norms = train_by_trainer(tmp_path, torch_muon, 0.0)
     assert norms[0] == free[1][0], "the same model, batch and gradients"
-    clipped, _ = train(tmp_path, torch_muon, limit(norms[0]))
+    clipped, _ = train_by_trainer(tmp_path, torch_muon, limit(norms[0]))
     for step in relative_strengths(clipped, weights, muon=True):
         assert max(step) < 1 / 3
         assert min(step) < 0.01
@@ -119,7 +119,7 @@ def test_the_same_clipping_stalls_torchs_muon(free: Any, tmp_path: Path) -> None
 
 def test_our_clipping_as_a_callback_instead_of_the_trainers(free: Any, tmp_path: Path) -> None:
     weights, norms = free
-    clipped, clipped_norms = train(tmp_path, muon_of, 0.0, ClipOurs())
+    clipped, clipped_norms = train_by_trainer(tmp_path, muon_of, 0.0, ClipOurs())
     assert clipped_norms[0] == norms[0]
     # AdamW's gradients are clipped, in fact so far that its ε shows; Muon's not at all.
     for name in weights[0]:

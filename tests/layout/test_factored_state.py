@@ -98,7 +98,7 @@ def test_rows_of_a_shard_have_their_numbers_beside_them() -> None:
     assert [[i.length for i in in_buffer.intervals_of(rank)] for rank in range(3)] == [[2], [], [1]]
 
 
-def check(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout, side: Side) -> None:
+def check_factored(shape: tuple[int, ...], spec: Any, factored: Layout, parameter: Layout, side: Side) -> None:
     """A factored state covers its numbers once in each replica, and each owner reads them from its own replica."""
     factored.prove_cover()
     assert set(factored.ranks) == set(parameter.ranks)
@@ -136,7 +136,7 @@ def test_on_any_mesh_each_owner_gets_every_number_once(case: fuzzing.Held) -> No
         else:
             assert isinstance(source, FlatShards)
             factored = factored_in_buffers({"w": (source, shrunk)})["w"]
-        check(case.shapes[0], case.specs[0], factored, source, side)
+        check_factored(case.shapes[0], case.specs[0], factored, source, side)
 
 
 @generated(fuzzing.in_flat_buffers(largest=30), COUNT // 4)
@@ -148,7 +148,7 @@ def test_in_flat_buffers_each_owner_gets_every_number_once(case: fuzzing.Held) -
             pairs[str(number)] = layout, factored_matrices("w", shape, spec, side)[0]
         factored = factored_in_buffers(pairs)
         for number, (shape, spec) in enumerate(zip(case.shapes, case.specs, strict=True)):
-            check(shape, spec, factored[str(number)], case.targets[number], side)
+            check_factored(shape, spec, factored[str(number)], case.targets[number], side)
         for rank in case.targets[0].ranks:  # end to end, without gaps or overlaps
             lengths = [interval for layout in factored.values() for interval in layout.intervals_of(rank)]
             position = 0

@@ -84,7 +84,7 @@ class Case:
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
 
-def trained(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def trained_case(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """Three steps; the norms, and what this rank holds then."""
     case = Case(rule, **settings)
     str(case.optimizer.explain())  # plans before any rank is met
@@ -92,7 +92,7 @@ def trained(rule: str, settings: dict[str, Any]) -> tuple[list[float], dict[str,
     return norms, case.weights()
 
 
-def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
+def check_joined(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
     for name, expected in whole.items():
         joined = torch.cat([part[name] for part in parts if name in part])
         assert torch.equal(joined, expected.flatten()), name
@@ -112,11 +112,11 @@ def check(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
 )
 def test_ranks_that_hold_nothing_list_an_empty_tensor(workers, rule: str, settings: dict[str, Any]) -> None:
     """Weights and norms are bit for bit those of one process."""
-    norms, whole = trained(rule, settings)
-    outcomes = workers(4).run(trained, rule, settings, timeout=30.0)
+    norms, whole = trained_case(rule, settings)
+    outcomes = workers(4).run(trained_case, rule, settings, timeout=30.0)
     for rank_norms, _ in outcomes:  # fp64 sums, which round by the order of their summands
         assert rank_norms == pytest.approx(norms, rel=1e-14)
-    check([part for _, part in outcomes], whole)
+    check_joined([part for _, part in outcomes], whole)
 
 
 def save_two_steps(path: str) -> None:
@@ -135,15 +135,15 @@ def load_and_step(path: str) -> dict[str, Tensor]:
 
 
 def test_their_checkpoints_move_to_one_process_and_back(workers, tmp_path: Path) -> None:
-    whole = trained("normuon", {})[1]
+    whole = trained_case("normuon", {})[1]
     workers(4).run(save_two_steps, str(tmp_path / "four"), timeout=30.0)
     for name, value in load_and_step(str(tmp_path / "four")).items():
         assert torch.equal(value, whole[name]), name
     save_two_steps(str(tmp_path / "one"))
-    check(workers(4).run(load_and_step, str(tmp_path / "one"), timeout=30.0), whole)
+    check_joined(workers(4).run(load_and_step, str(tmp_path / "one"), timeout=30.0), whole)
 
 
-def differing(fault: str) -> None:
+def step_with_fault(fault: str) -> None:
     """A rank does otherwise than its layouts say, or than the ranks with which it shares a parameter."""
     case = Case("muon")
     rank, groups = dist.get_rank(), case.optimizer.param_groups
@@ -167,6 +167,6 @@ def differing(fault: str) -> None:
 )
 def test_what_is_wrong_on_one_rank_ends_on_all(workers, fault: str, message: str) -> None:
     """Ranks that hold nothing too: they take part in what the others wait for."""
-    for outcome in workers(4).run_expecting_errors(differing, fault, timeout=20.0):
+    for outcome in workers(4).run_expecting_errors(step_with_fault, fault, timeout=20.0):
         assert outcome.error is not None
         assert re.search(message, outcome.message)

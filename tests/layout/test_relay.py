@@ -33,7 +33,7 @@ BUCKETS = {"one exchange": None, "some": 0.32, "many": 0.016}
 # ------------------------------------------------------------------ bits
 
 
-def stepped(layout: str, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
+def stepped_between_machines(layout: str, settings: dict[str, Any], machine: int) -> tuple[list[str], Any, Any, int]:
     holding = problem.holding(layout)
     with machines(machine):
         optimizer = problem.optimizer_of(holding, **{**FP32, **settings})
@@ -80,7 +80,7 @@ SOME = {"memory_budget_mb": BUCKETS["some"]}
     ],
 )
 def test_bit_for_bit(workers, ranks: int, layout: str, machine: int, settings: dict[str, Any]) -> None:
-    outcomes = workers(ranks).run(stepped, layout, settings, machine)
+    outcomes = workers(ranks).run(stepped_between_machines, layout, settings, machine)
     for differing, promised, did, _ in outcomes:
         assert differing == []
         assert did == promised

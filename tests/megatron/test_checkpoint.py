@@ -89,7 +89,7 @@ class Run:
 
 
 @host.writers()
-def resumed(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any]) -> list[bool]:
+def resumed_through(shape: Shape, others: list[Shape], folder: Path, muon: dict[str, Any]) -> list[bool]:
     """Whether a run that went through a checkpoint of each of the others in turn goes on as if nothing had been."""
     first = Run(shape, 7, muon)
     first.train(range(2))
@@ -196,14 +196,14 @@ def test_to_the_plain_optimizer_and_back(workers, tmp_path: Path, shape: Shape) 
     assert workers(2).run(through_plain, shape, tmp_path, timeout=120.0) == [({}, True, True)] * 2
 
 
-def refused(folder: Path) -> None:
+def save_of_stages_refused(folder: Path) -> None:
     run = Run(Shape(pp=2), 7, {})
     with pytest.raises(StateError, match=r"2 pipeline stages.*one stage.*Save with megatron.core.dist_checkpointing"):
         mm.checkpoint.save(folder / "saved", run.chunks[0], run.optimizer)
 
 
 def test_other_names_than_those_of_the_whole_model_are_refused(workers, tmp_path: Path) -> None:
-    workers(2).run(refused, tmp_path)
+    workers(2).run(save_of_stages_refused, tmp_path)
 
 
 CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
@@ -255,7 +255,10 @@ CASES: dict[str, tuple[Shape, list[Shape], dict[str, Any]]] = {
 def test_resumed_is_continued(workers, tmp_path: Path, name: str) -> None:
     """State of every rule, masters, counts and running norms; each way goes through another way of cutting up."""
     shape, others, muon = CASES[name]
-    assert workers(4).run(resumed, shape, others, tmp_path, muon, timeout=120.0) == [[True] * (1 + len(others))] * 4
+    assert (
+        workers(4).run(resumed_through, shape, others, tmp_path, muon, timeout=120.0)
+        == [[True] * (1 + len(others))] * 4
+    )
 
 
 MEGATRONS: dict[str, Any] = {"async_strategy": "mcore"} if host.LATER else {}

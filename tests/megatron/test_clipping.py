@@ -26,7 +26,9 @@ from tests.megatron.training import train
 HUGE = 2.0**27  # a power of two, so that what does not depend on magnitudes keeps its bits
 
 
-def stepped(shape: Shape, make: Any, huge: str, **settings: Any) -> tuple[dict[str, float], dict[str, float], Any]:
+def step_with_huge_half(
+    shape: Shape, make: Any, huge: str, **settings: Any
+) -> tuple[dict[str, float], dict[str, float], Any]:
     """One step with gradients of one half 2²⁷ times as large; how far parameters moved, what is left
     of the gradients relative to what they were, and what `step` returned.
     """
@@ -46,7 +48,7 @@ def stepped(shape: Shape, make: Any, huge: str, **settings: Any) -> tuple[dict[s
     return moved, remaining, step_result
 
 
-def matrices(values: dict[str, float]) -> list[float]:
+def values_of_matrices(values: dict[str, float]) -> list[float]:
     return [value for name, value in values.items() if "linear" in name]
 
 
@@ -59,34 +61,34 @@ def rest(values: dict[str, float]) -> list[float]:
 def test_a_huge_gradient_in_either_half(workers, flat: bool, dtype: torch.dtype) -> None:
     """Ours: Muon's update stays as it is to the bit, and AdamW's half is clipped by its own norm alone."""
     shape = Shape(tp=2, flat=flat, dtype=dtype)
-    once = workers(2).run(stepped, shape, get_megatron_optimizer, "none")
+    once = workers(2).run(step_with_huge_half, shape, get_megatron_optimizer, "none")
     for huge in ("muon", "adamw"):
         for (moved, remaining, (ok, norm, _)), (small, _, _) in zip(
-            workers(2).run(stepped, shape, get_megatron_optimizer, huge), once, strict=True
+            workers(2).run(step_with_huge_half, shape, get_megatron_optimizer, huge), once, strict=True
         ):
             assert ok
             assert norm > 0.1 * HUGE
             if huge == "muon":
                 assert moved == small
-            assert all(value == 1 for value in matrices(remaining))
+            assert all(value == 1 for value in values_of_matrices(remaining))
 
 
 @pytest.mark.parametrize("huge", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_megatrons_own_chain_scales_all_of_them(workers, dtype: torch.dtype, huge: str) -> None:
     """One norm scales both halves; of bf16 parameters it scales the masters' copies, which are gone after the step."""
-    for _, remaining, (ok, norm, _) in workers(2).run(stepped, Shape(tp=2, dtype=dtype), megatrons, huge):
+    for _, remaining, (ok, norm, _) in workers(2).run(step_with_huge_half, Shape(tp=2, dtype=dtype), megatrons, huge):
         assert ok
         assert norm > 0.1 * HUGE
         if dtype == torch.float32:
-            assert max(matrices(remaining)) < 1e-6
+            assert max(values_of_matrices(remaining)) < 1e-6
             assert max(rest(remaining)) < 1e-6
 
 
 def crushed(shape: Shape) -> tuple[float, float]:
     """What of the update of AdamW's half is left when Muon's gradients are huge: the threshold is its own."""
-    plain, _, _ = stepped(shape, get_megatron_optimizer, "none")
-    with_huge, _, _ = stepped(shape, get_megatron_optimizer, "muon")
+    plain, _, _ = step_with_huge_half(shape, get_megatron_optimizer, "none")
+    with_huge, _, _ = step_with_huge_half(shape, get_megatron_optimizer, "muon")
     return sum(rest(plain)), sum(rest(with_huge))
 
 
@@ -104,10 +106,10 @@ def with_limit(config: Any, chunks: Any) -> Any:
 @pytest.mark.parametrize("flat", [False, True], ids=["whole", "flat"])
 def test_a_step_is_skipped_for_the_half_that_is_clipped(workers, flat: bool) -> None:
     shape = Shape(tp=2, flat=flat)
-    for moved, _, (ok, _, _) in workers(2).run(stepped, shape, with_limit, "muon"):
+    for moved, _, (ok, _, _) in workers(2).run(step_with_huge_half, shape, with_limit, "muon"):
         assert ok
-        assert min(matrices(moved)) > 0
-    for moved, _, (ok, norm, _) in workers(2).run(stepped, shape, with_limit, "adamw"):
+        assert min(values_of_matrices(moved)) > 0
+    for moved, _, (ok, norm, _) in workers(2).run(step_with_huge_half, shape, with_limit, "adamw"):
         assert not ok
         assert norm > 1e4
         assert set(moved.values()) == {0.0}

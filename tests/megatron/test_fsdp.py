@@ -62,7 +62,7 @@ def test_the_update_is_that_of_one_process(workers, ranks: int, shape: Shape) ->
         ]
 
 
-def resumed(path: Path, shape: Shape) -> tuple[bool, list[list[float]]]:
+def resumed_in_fsdp(path: Path, shape: Shape) -> tuple[bool, list[list[float]]]:
     """Save after a step, go on; load into a new run, go on as the first did."""
     runs = []
     for seed in (7, 8):
@@ -87,12 +87,12 @@ def resumed(path: Path, shape: Shape) -> tuple[bool, list[list[float]]]:
 
 
 def test_a_checkpoint_continues(workers, tmp_path: Path) -> None:
-    for same, (losses, again) in workers(2).run(resumed, tmp_path / "saved", FULL.but(dtype=BF16)):
+    for same, (losses, again) in workers(2).run(resumed_in_fsdp, tmp_path / "saved", FULL.but(dtype=BF16)):
         assert same
         assert losses == again
 
 
-def refused(field: str, value: Any) -> None:
+def make_with_field(field: str, value: Any) -> None:
     host.begin(FULL)
     chunks = host.chunks_of(FULL)
     if field == "gathered":
@@ -112,6 +112,6 @@ def refused(field: str, value: Any) -> None:
     ],
 )
 def test_what_has_not_run_is_refused(workers, field: str, value: Any, message: str) -> None:
-    for outcome in workers(2).run_expecting_errors(refused, field, value):
+    for outcome in workers(2).run_expecting_errors(make_with_field, field, value):
         assert outcome.error is ValueError
         assert re.search(message, outcome.message)

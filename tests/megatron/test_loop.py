@@ -434,7 +434,7 @@ def test_what_loops_read(workers, flat: bool) -> None:
 # ------------------------------------------------------------------ weights that other code writes
 
 
-def written(shape: Shape) -> tuple[dict[str, float], list[str]]:
+def moved_from_written(shape: Shape) -> tuple[dict[str, float], list[str]]:
     """How far a tiny step takes each weight from what was written; and masters that are saved, but not its own."""
     chunks, optimizer = built(shape)
     host.backward(shape, chunks, optimizer, 0)
@@ -460,7 +460,7 @@ def written(shape: Shape) -> tuple[dict[str, float], list[str]]:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["DDP", "distributed optimizer"])
 def test_weights_that_other_code_writes_are_respected(workers, flat: bool) -> None:
-    for far, stale in workers(2).run(written, Shape(dtype=torch.bfloat16, flat=flat)):
+    for far, stale in workers(2).run(moved_from_written, Shape(dtype=torch.bfloat16, flat=flat)):
         assert stale == []
         assert len(far) > 4
         assert {name: distance for name, distance in far.items() if distance > 2.0**-8 * 0.004} == {}

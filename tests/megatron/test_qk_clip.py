@@ -18,7 +18,7 @@ CLIP = (("qk_clip", True), ("qk_clip_threshold", 100.0))
 LOGITS = (150.0, 99.0, 310.0, 7.0)
 
 
-def trained(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tensor]:
+def trained_with_clips(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tensor]:
     """Weights after some steps; Transformer Engine, which is not here, would have counted the largest logits."""
     host.begin(shape)
     chunks = host.chunks_of(shape)
@@ -43,14 +43,14 @@ def trained(shape: Shape, clips: bool, on_host: bool = False) -> dict[str, Tenso
 
 def flat_beside_whole(shape: Shape, on_host: bool) -> tuple[list[str], list[str]]:
     """Which weights differ between the distributed optimizer and the plain one, and which the clip changes."""
-    flat, plain = trained(shape.but(flat=True), True, on_host), shape.but(late_gather=False)
-    whole, never = trained(plain, True), trained(plain, False)
+    flat, plain = trained_with_clips(shape.but(flat=True), True, on_host), shape.but(late_gather=False)
+    whole, never = trained_with_clips(plain, True), trained_with_clips(plain, False)
     wrong = [name for name in whole if not torch.equal(whole[name], flat[name])]
     return wrong, [name for name in whole if not torch.equal(whole[name], never[name])]
 
 
 def fails_under_tensor_parallelism() -> None:
-    trained(Shape(tp=2, dtype=torch.bfloat16, model=CLIP), True)
+    trained_with_clips(Shape(tp=2, dtype=torch.bfloat16, model=CLIP), True)
 
 
 def test_megatron_clips_other_attention_under_tensor_parallelism_by_the_sizes_of_the_whole(workers) -> None:

@@ -94,7 +94,7 @@ ASKED |= {
 }
 
 
-def check(trained: list[Trained]) -> None:
+def check_ranks(trained: list[Trained]) -> None:
     for of_rank in trained:
         assert of_rank.differing == {}
         assert of_rank.moved > 0.01
@@ -104,16 +104,16 @@ def check(trained: list[Trained]) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_distributed_data_parallel(workers, name: str) -> None:
     ranks, shape = WHOLE[name]
-    check(workers(ranks).run(train, shape))
+    check_ranks(workers(ranks).run(train, shape))
 
 
 @pytest.mark.parametrize("name", FLAT)
 def test_distributed_optimizer(workers, name: str) -> None:
     ranks, shape = FLAT[name]
-    check(workers(ranks).run(train, shape))
+    check_ranks(workers(ranks).run(train, shape))
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_asked_beside_it(workers, name: str) -> None:
     ranks, shape, settings = ASKED[name]
-    check(workers(ranks).run(train, shape, **settings))
+    check_ranks(workers(ranks).run(train, shape, **settings))

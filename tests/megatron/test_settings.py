@@ -208,7 +208,7 @@ def test_what_would_have_no_effect_is_refused(workers, config: Any, overrides: A
 # ------------------------------------------------------------------ clipping
 
 
-def clipped(rule: str) -> tuple[list[float | None], list[float]]:
+def clip_by_config(rule: str) -> tuple[list[float | None], list[float]]:
     """Norms that steps return, and by how much they have scaled a gradient, with a limit that changes in between."""
     shape = Shape(model=ONE_LAYER, frozen=ONLY_MUON)
     host.begin(shape)
@@ -226,11 +226,11 @@ def clipped(rule: str) -> tuple[list[float | None], list[float]]:
 
 def test_a_limit_counts_from_the_step_that_has_it(workers) -> None:
     """Also where no parameter is AdamW's, for a rule whose update depends on the gradients' size."""
-    for norms, scaled in workers(2).run(clipped, "dynmuon"):
+    for norms, scaled in workers(2).run(clip_by_config, "dynmuon"):
         assert norms[0] is norms[2] is None
         assert norms[1] is not None
         assert scaled == pytest.approx([1.0, 1e-3 / norms[1], 1.0], rel=1e-4)
-    for norms, scaled in workers(2).run(clipped, "muon"):
+    for norms, scaled in workers(2).run(clip_by_config, "muon"):
         assert norms == [None] * 3
         assert scaled == [1.0] * 3
 

@@ -97,7 +97,7 @@ def worker_of(folder: str, tensor_parallel: int, *checkpoint: str) -> Any:
         )
 
 
-def stepped(worker: Any, steps: range) -> list[Given]:
+def nemo_steps(worker: Any, steps: range) -> list[Given]:
     """Train with the worker's own method; return what its optimizer was given."""
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -116,17 +116,17 @@ def stepped(worker: Any, steps: range) -> list[Given]:
     return inputs
 
 
-def trained(folder: str, checkpoint: str, tensor_parallel: int) -> dict[str, Any]:
+def trained_by_nemo(folder: str, checkpoint: str, tensor_parallel: int) -> dict[str, Any]:
     with on_cpu():
         worker = worker_of(folder, tensor_parallel)
         optimizer = worker.optimizer
-        inputs = stepped(worker, range(2))
+        inputs = nemo_steps(worker, range(2))
         paths = f"{checkpoint}/weights", f"{checkpoint}/optimizer"
         worker.save_checkpoint(*paths)
-        inputs += stepped(worker, range(2, 4))[:2]
+        inputs += nemo_steps(worker, range(2, 4))[:2]
         after = weights(worker.model)
         second = worker_of(folder, tensor_parallel, *paths)
-        stepped(second, range(2, 4))
+        nemo_steps(second, range(2, 4))
         resumed = weights(second.model)
     settings = {**SETTINGS, "compute_dtype": torch.float32}
     plain = replayed(LlamaForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **settings)
@@ -143,7 +143,7 @@ def trained(folder: str, checkpoint: str, tensor_parallel: int) -> dict[str, Any
 def test_the_worker_s_steps_are_those_of_a_plain_loop(
     pair: workers.Pool, folder: str, tmp_path: Path, tensor_parallel: int
 ) -> None:
-    for result in pair.run(trained, folder, str(tmp_path), tensor_parallel, timeout=400):
+    for result in pair.run(trained_by_nemo, folder, str(tmp_path), tensor_parallel, timeout=400):
         assert result["muon"]
         assert result["matrices"] == 14
         assert result["plain loop"] == []

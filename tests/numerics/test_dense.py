@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def matrices(count: int, rows: int, cols: int) -> Tensor:
+def random_matrices(count: int, rows: int, cols: int) -> Tensor:
     return torch.randn(count, rows, cols, generator=torch.Generator().manual_seed(rows + cols))
 
 
@@ -77,7 +77,7 @@ def test_a_matrix_in_a_batch_is_multiplied_as_alone(
     monkeypatch.setattr(kernels, "multiplies_bf16", lambda: bf16)
     for number, (rows, cols) in enumerate(((4, 8), (17, 300), (30, 61), (64, 64), (97, 104), (384, 390))):
         method = ("gram", "standard")[number % 2]
-        x = matrices(2, rows, cols)
+        x = random_matrices(2, rows, cols)
 
         def run(y: Tensor) -> tuple[Tensor, Counter[Any]]:
             with Forms() as forms:
@@ -100,7 +100,7 @@ def test_a_matrix_among_others_of_an_optimizer_is_multiplied_as_alone(dtype: tor
         weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         optimizer = mm.Muon(weights, lr=0.1, compute_dtype=dtype, kernels="torch")
         for weight in weights:
-            weight.grad = matrices(1, *weight.shape)[0]
+            weight.grad = random_matrices(1, *weight.shape)[0]
         with Forms() as forms:
             optimizer.step()
         return [weight.detach() for weight in weights], forms.counts
@@ -125,6 +125,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(orthogonalize(matrices(*(1, *shape)[-3:]), dtype=dtype, method=method, kernels="torch"))  # type: ignore[arg-type]
+            results.append(
+                orthogonalize(random_matrices(*(1, *shape)[-3:]), dtype=dtype, method=method, kernels="torch")
+            )  # type: ignore[arg-type]
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])

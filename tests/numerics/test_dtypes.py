@@ -35,7 +35,9 @@ NOT_HELD = [
 ALGORITHMS = pytest.mark.parametrize("algorithm", ["muon", "adamw"])
 
 
-def build(algorithm: str, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[nn.Parameter, mm.Muon]:
+def build_one_weight(
+    algorithm: str, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[nn.Parameter, mm.Muon]:
     weight = nn.Parameter(torch.empty(4, 6, dtype=dtype))
     group = {"params": [weight], "param_names": ["proj.weight"], "algorithm": algorithm}
     return weight, mm.Muon([group], lr=0.1, **settings)
@@ -48,18 +50,18 @@ def test_a_dtype_without_arithmetic_is_refused_at_construction(dtype: Any, algor
     for setting in ("state_dtype", "master_dtype"):
         if setting == "state_dtype" or dtype is not None:
             with pytest.raises(ValueError, match=rf"^{setting}: found .*; needed .*{dtypes}"):
-                build(algorithm, **{setting: dtype})
+                build_one_weight(algorithm, **{setting: dtype})
     with pytest.raises(ValueError, match=r"^compute_dtype: found .*Newton–Schulz"):
-        build(algorithm, compute_dtype=dtype)
+        build_one_weight(algorithm, compute_dtype=dtype)
     if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
         if dtype in (torch.complex64, torch.complex128) and algorithm == "adamw":
-            build(algorithm, dtype)  # stepped by its parts
+            build_one_weight(algorithm, dtype)  # stepped by its parts
             return
         needed = (
             r"a real matrix.*torch\.view_as_real" if dtype.is_complex else rf"{dtypes}.* Call requires_grad_\(False\)"
         )
         with pytest.raises(TypeError, match=rf"^proj\.weight: found dtype {dtype}; needed .*{needed}"):
-            build(algorithm, dtype)
+            build_one_weight(algorithm, dtype)
 
 
 @ALGORITHMS
@@ -67,7 +69,7 @@ def test_the_optimizer_and_orthogonalize_compute_in_the_same_dtypes(algorithm: s
     for dtype in HELD:
         if dtype in COMPUTE:
             assert mm.orthogonalize(torch.eye(4, 6), dtype=dtype).shape == (4, 6)
-            build(algorithm, compute_dtype=dtype)
+            build_one_weight(algorithm, compute_dtype=dtype)
             continue
         with pytest.raises(TypeError) as direct:
             mm.orthogonalize(torch.eye(4, 6), dtype=dtype)
@@ -82,7 +84,7 @@ def test_the_optimizer_and_orthogonalize_compute_in_the_same_dtypes(algorithm: s
             assert torch.equal(weight, torch.eye(4, 6))
             continue
         with pytest.raises(ValueError, match="compute_dtype") as through:
-            build(algorithm, compute_dtype=dtype)
+            build_one_weight(algorithm, compute_dtype=dtype)
         assert str(through.value).rstrip(".") == str(direct.value).replace("dtype", "compute_dtype").replace(
             "compute_dtypes", "dtypes"
         ).rstrip(".")
@@ -97,15 +99,17 @@ def test_every_dtype_that_is_taken_takes_a_step(parameter: torch.dtype, state: t
         narrow = master is not None and torch.promote_types(parameter, master) != master
         if narrow:
             with pytest.raises(ValueError, match=rf"^proj\.weight: found dtype {parameter} and master_dtype={master}"):
-                build(algorithm, parameter, state_dtype=state, master_dtype=master)
+                build_one_weight(algorithm, parameter, state_dtype=state, master_dtype=master)
             continue
         eps = 1e-8
         if algorithm == "adamw" and torch.float16 in (master, parameter if master is None else None):
             # in fp16 1e-8 is 0, and a gradient of 1e-4 squared as well: torch's AdamW writes inf
             with pytest.raises(ValueError, match=r"^proj\.weight: found adamw_eps=1e-08 .* needed an ε above 0"):
-                build(algorithm, parameter, state_dtype=state, master_dtype=master)
+                build_one_weight(algorithm, parameter, state_dtype=state, master_dtype=master)
             eps = 1e-4
-        weight, optimizer = build(algorithm, parameter, state_dtype=state, master_dtype=master, adamw_eps=eps)
+        weight, optimizer = build_one_weight(
+            algorithm, parameter, state_dtype=state, master_dtype=master, adamw_eps=eps
+        )
         with torch.no_grad():
             weight.fill_(1)
         weight.grad = torch.randn(4, 6).to(parameter)
@@ -124,7 +128,7 @@ def test_every_dtype_that_is_taken_takes_a_step(parameter: torch.dtype, state: t
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool], ids=str)
 def test_a_gradient_without_arithmetic_is_refused_and_nothing_is_written(dtype: torch.dtype, algorithm: str) -> None:
     """`grad_dtype = None` lets a gradient be of any dtype."""
-    weight, optimizer = build(algorithm)
+    weight, optimizer = build_one_weight(algorithm)
     with torch.no_grad():
         weight.fill_(1)
     weight.grad_dtype = None

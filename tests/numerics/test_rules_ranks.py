@@ -89,7 +89,7 @@ def train_in(holding: layouts.Held, rule: str, settings: dict[str, Any]) -> mm.M
     return optimizer
 
 
-def alone(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def alone_with_rule(rule: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Weights and state of one process, by name; a rank computes them once for all of its tests."""
     layout = ("shard_state", "memory_budget_mb")
     return _alone(rule, tuple((key, value) for key, value in settings.items() if key not in layout))
@@ -103,9 +103,9 @@ def _alone(rule: str, settings: tuple[tuple[str, Any], ...]) -> tuple[dict[str, 
     return {name: p.detach() for name, p in holding.tensors.items()}, state
 
 
-def differing(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[str]:
+def differing_blocks(optimizer: mm.Muon, rule: str, settings: dict[str, Any]) -> list[str]:
     """What this rank stores of weights and state, by the layouts' own blocks, against one process."""
-    weights, state = alone(rule, settings)
+    weights, state = alone_with_rule(rule, settings)
     wrong = []
     for member in placed_members(optimizer):
         stored = {"weights": member.tensor.detach(), **optimizer.state[member.tensor]}
@@ -184,7 +184,7 @@ TRIED: list[tuple[int, str, str, dict[str, Any]]] = [
 @on_ranks()
 def test_bit_for_bit(layout: str, rule: str, settings: dict[str, Any]) -> None:
     optimizer = train_in(problem.holding(layout), rule, settings)
-    assert differing(optimizer, rule, settings) == []
+    assert differing_blocks(optimizer, rule, settings) == []
     assert promised(optimizer)
 
 
@@ -197,7 +197,7 @@ def test_what_is_kept_is_a_dtensor_like_any_other(layout: str, rule: str, settin
     """What torch itself makes of it: whole tensors."""
     holding = problem.holding(layout)
     optimizer = train_in(holding, rule, settings)
-    weights, state = alone(rule, settings)
+    weights, state = alone_with_rule(rule, settings)
     expected = weights | {f"{name}.{key}": value for name in state for key, value in state[name].items()}
     assert problem.differing(holding.whole(optimizer), expected) == []
 
@@ -234,7 +234,7 @@ def test_matrices_that_are_left_alone_keep_everything(layout: str, waits: bool, 
 # ------------------------------------------------------------------ checkpoints
 
 
-def build(layout: str, rule: str = "normuon") -> tuple[nn.Module, mm.Muon]:
+def build_ruled(layout: str, rule: str = "normuon") -> tuple[nn.Module, mm.Muon]:
     """``-shared`` after the name of a layout stores momentum, and what follows it, sharded over its replicas."""
     model, group = problem.hold(layout.removesuffix("-shared"), problem.initial())
     settings = {**problem.SETTINGS, **FP32, "shard_state": layout.endswith("-shared"), "process_group": group}
@@ -249,7 +249,7 @@ def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> d
 
 
 def save_in_the_middle(layout: str, path: str, how: str, rule: str) -> None:
-    model, optimizer = build(layout, rule)
+    model, optimizer = build_ruled(layout, rule)
     problem.advance(model, optimizer, 0, 2)
     if how == "ours":
         mm.checkpoint.save(path, model, optimizer)
@@ -259,7 +259,7 @@ def save_in_the_middle(layout: str, path: str, how: str, rule: str) -> None:
 
 
 def resume_in_the_middle(layout: str, path: str, how: str, rule: str) -> list[str]:
-    model, optimizer = build(layout, rule)
+    model, optimizer = build_ruled(layout, rule)
     if how == "ours":
         mm.checkpoint.load(path, model, optimizer)
     else:
@@ -269,7 +269,7 @@ def resume_in_the_middle(layout: str, path: str, how: str, rule: str) -> list[st
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     problem.advance(model, optimizer, 2, STEPS)
-    return differing(optimizer, rule, FP32)
+    return differing_blocks(optimizer, rule, FP32)
 
 
 RESHARDINGS = {
@@ -307,13 +307,13 @@ def test_resharding_continues_bit_for_bit(workers, tmp_path: Path, resharding: s
 @on_ranks(2)
 def test_a_state_dict_of_each_rank_brings_it_back(layout: str, rule: str) -> None:
     """Into an optimizer that has not met the other ranks yet."""
-    model, optimizer = build(layout, rule)
+    model, optimizer = build_ruled(layout, rule)
     problem.advance(model, optimizer, 0, 2)
-    fresh, other = build(layout, rule)
+    fresh, other = build_ruled(layout, rule)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
     problem.advance(fresh, other, 2, STEPS)
-    assert differing(other, rule, FP32) == []
+    assert differing_blocks(other, rule, FP32) == []
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_state_dict_of_each_rank_brings_it_back(layout: str, rule: str) -> Non
 )
 @on_ranks(2)
 def test_what_does_not_fit_is_refused(kind: str, pattern: str) -> None:
-    model, optimizer = build("shard0", "adamuon" if kind == "element" else "normuon")
+    model, optimizer = build_ruled("shard0", "adamuon" if kind == "element" else "normuon")
     problem.advance(model, optimizer, 0, 1)
     saved = optimizer.state_dict()
     entry = saved["state"][4]
@@ -650,7 +650,7 @@ def cost(layout: str) -> tuple[list[Any], int, int]:
     """What a step under the rule sent, and one under Muon; how many numbers are kept here, and of all matrices."""
     sent, stored, whole = [], 0, 0
     for rule in ("gram", "cautious"):
-        model, optimizer = build(layout, rule)
+        model, optimizer = build_ruled(layout, rule)
         problem.advance(model, optimizer, 0, 1)
         sent.append((optimizer.counts.collectives, optimizer.counts.bytes_sent, optimizer.counts.bytes_received))
         for member in placed_members(optimizer):
@@ -715,7 +715,7 @@ def test_a_state_dict_comes_back_where_ranks_have_different_matrices() -> None:
 
 @on_ranks(2)
 def test_torchs_functions_refuse_what_they_would_keep_one_ranks_of() -> None:
-    model, optimizer = build("fsdp", "gram")
+    model, optimizer = build_ruled("fsdp", "gram")
     problem.advance(model, optimizer, 0, 1)
     with pytest.raises(mm.StateError, match=r"'gram' of rule 'gram-average'.*muonmesh\.checkpoint\.save"):
         get_optimizer_state_dict(model, optimizer)

@@ -122,7 +122,7 @@ def test_the_mean_of_many_seeds_is_the_step_in_fp64() -> None:
     assert float((nearest - exact).abs().mean()) > 5 * float((draws.mean(0) - exact).abs().mean())
 
 
-def trained(count: int, gradients: Any = problem.gradients, **settings: Any) -> tuple[nn.Module, mm.Muon]:
+def trained_in_bfloat16(count: int, gradients: Any = problem.gradients, **settings: Any) -> tuple[nn.Module, mm.Muon]:
     values = {name: value.bfloat16() for name, value in problem.initial().items()}
     *_, last = problem.steps("local", count, values, gradients, None, **settings)
     return last
@@ -131,7 +131,7 @@ def trained(count: int, gradients: Any = problem.gradients, **settings: Any) -> 
 @pytest.mark.parametrize("how", ["a state dict", "torch's checkpoint"])
 def test_a_resumed_run_has_the_same_bits(how: str, tmp_path: Path) -> None:
     """A state dict brings the seed. Torch's loads the keys that the fresh optimizer has after its step at rate 0."""
-    model, optimizer = trained(2, stochastic_rounding=5)
+    model, optimizer = trained_in_bfloat16(2, stochastic_rounding=5)
     twin, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
     settings = {} if how == "a state dict" else {"stochastic_rounding": 5}
     fresh = mm.Muon(problem.groups(twin), process_group="local", **problem.SETTINGS, **settings)
@@ -144,9 +144,9 @@ def test_a_resumed_run_has_the_same_bits(how: str, tmp_path: Path) -> None:
         set_optimizer_state_dict(twin, fresh, state["optimizer"])
     assert [(g["stochastic_rounding"], g["steps_taken"]) for g in fresh.param_groups] == [(5, 2)] * 2
     problem.advance(twin, fresh, 2, 3)
-    expected = problem.result(*trained(3, stochastic_rounding=5))
+    expected = problem.result(*trained_in_bfloat16(3, stochastic_rounding=5))
     assert problem.differing(problem.result(twin, fresh), expected) == []
-    assert problem.differing(problem.result(*trained(3, stochastic_rounding=6)), expected) != []
+    assert problem.differing(problem.result(*trained_in_bfloat16(3, stochastic_rounding=6)), expected) != []
 
 
 def test_asking_for_state_before_the_first_step_changes_no_random_number() -> None:
@@ -156,12 +156,17 @@ def test_asking_for_state_before_the_first_step_changes_no_random_number() -> No
     optimizer = mm.Muon(problem.groups(model), process_group="local", **problem.SETTINGS, stochastic_rounding=5)
     get_optimizer_state_dict(model, optimizer)
     problem.advance(model, optimizer, 0, 1)
-    assert problem.differing(problem.result(model, optimizer), problem.result(*trained(1, stochastic_rounding=5))) == []
+    assert (
+        problem.differing(
+            problem.result(model, optimizer), problem.result(*trained_in_bfloat16(1, stochastic_rounding=5))
+        )
+        == []
+    )
 
 
 def test_matrices_that_are_left_alone_keep_their_bits() -> None:
-    before = problem.result(*trained(2, problem.zeroed, stochastic_rounding=5))
-    after = problem.result(*trained(3, problem.zeroed, stochastic_rounding=5))
+    before = problem.result(*trained_in_bfloat16(2, problem.zeroed, stochastic_rounding=5))
+    after = problem.result(*trained_in_bfloat16(3, problem.zeroed, stochastic_rounding=5))
     assert torch.equal(before["even"], after["even"])
     assert torch.equal(before["experts"][1], after["experts"][1])
     assert not torch.equal(before["experts"][0], after["experts"][0])

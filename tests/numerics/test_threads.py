@@ -49,7 +49,7 @@ def in_threads(*functions: Callable[[], Any], timeout: float = 60.0) -> list[Any
         return [future.result(timeout) for future in [pool.submit(run, function) for function in functions]]
 
 
-def trained(seed: int, counts: Sequence[int]) -> list[Tensor]:
+def trained_with_threads(seed: int, counts: Sequence[int]) -> list[Tensor]:
     """One step for each of the numbers of threads; the weights afterwards."""
     generator = torch.Generator().manual_seed(seed)
     weights = [nn.Parameter(torch.randn(24, 40, generator=generator)) for _ in range(7)]
@@ -74,8 +74,12 @@ def trained(seed: int, counts: Sequence[int]) -> list[Tensor]:
     ],
 )
 def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tuple[list[int], list[int]]) -> None:
-    alone = [in_threads(lambda seed=seed, plan=plan: trained(seed, plan))[0] for seed, plan in enumerate(plans)]
-    results = in_threads(*(lambda seed=seed, plan=plan: trained(seed, plan) for seed, plan in enumerate(plans)))
+    alone = [
+        in_threads(lambda seed=seed, plan=plan: trained_with_threads(seed, plan))[0] for seed, plan in enumerate(plans)
+    ]
+    results = in_threads(
+        *(lambda seed=seed, plan=plan: trained_with_threads(seed, plan) for seed, plan in enumerate(plans))
+    )
     for expected, weights in zip(alone, results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
 

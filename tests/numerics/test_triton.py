@@ -147,7 +147,7 @@ def stepped_again() -> tuple[list[bool], int]:
     return same, len(reused._tables)
 
 
-def trained(change: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
+def trained_by(change: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
     """Weights and momenta after steps in which something moves, and how many batches were started again.
 
     ``by``: "repeats"; or "steps", each of which looks at everything again; or "parts", by which no kernel folds either.
@@ -194,7 +194,7 @@ def trained(change: str, waits: bool, *, by: str) -> tuple[list[Tensor], int]:
 
 def repeated(change: str, waits: bool) -> tuple[bool, float, list[int]]:
     """Whether bits are equal, how far fp32 weights are from those of the rule's parts, and what was started again."""
-    runs = [trained(change, waits, by=by) for by in ("repeats", "steps", "parts")]
+    runs = [trained_by(change, waits, by=by) for by in ("repeats", "steps", "parts")]
     (result, _), (expected, _), (near, _) = runs
     return (
         all(map(torch.equal, result, expected)),
@@ -563,7 +563,7 @@ def joined(rows: int, dtype: torch.dtype, symmetric: bool) -> dict[str, float]:
     return {"factor": excess(out, exact, rows)}
 
 
-def stepped(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], int]:
+def stepped_on_shapes(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], int]:
     """Weights, momenta and masters after steps as on a device; how many rows kernels have folded.
 
     Sizes that are aligned and that are not, experts, a fused weight; gradients of zeros, of an expert too, and one that
@@ -611,7 +611,7 @@ def stepped(dtype: torch.dtype, *, moves: bool = False) -> tuple[list[Tensor], i
 
 def still_and_moving(dtype: torch.dtype) -> tuple[bool, int]:
     """Whether tensors that move have the bits of those that stay, and how many rows kernels have folded."""
-    (still, folded), (moved, _) = stepped(dtype), stepped(dtype, moves=True)
+    (still, folded), (moved, _) = stepped_on_shapes(dtype), stepped_on_shapes(dtype, moves=True)
     return len(still) == len(moved) and all(map(torch.equal, still, moved)), folded
 
 
@@ -661,7 +661,7 @@ def changed_rule() -> tuple[float, bool]:
     return float((result - expected).abs().max()), steady
 
 
-def refused() -> dict[str, str]:
+def messages_of_refusals() -> dict[str, str]:
     """What is said where Triton is asked for what it cannot do."""
     messages = {}
     for name, device, dtype in (("dtype", "cpu", torch.float64), ("device", "meta", torch.bfloat16)):
@@ -745,7 +745,7 @@ def test_zero_nan_and_inf_stay_where_they_are(interpreter: Interpreter) -> None:
 
 
 def test_what_triton_cannot_do_is_refused(interpreter: Interpreter) -> None:
-    assert interpreter(refused) == {
+    assert interpreter(messages_of_refusals) == {
         "dtype": "kernels='triton': found torch.float64; needed bf16, fp16 or fp32. Write kernels=\"auto\"",
         "device": "kernels='triton': found a matrix on meta; needed one on a CUDA or ROCm device. "
         'Write kernels="auto"',

@@ -72,7 +72,7 @@ def optimizer_of(state_dtype: object, **settings: object) -> tuple[list[nn.Param
     return weights, mm.Muon([group], lr=0.02, compute_dtype=torch.float32, state_dtype=state_dtype, **settings)
 
 
-def train(weights: list[nn.Parameter], optimizer: mm.Muon, steps: range, scale: float = 1.0) -> None:
+def step_on_random(weights: list[nn.Parameter], optimizer: mm.Muon, steps: range, scale: float = 1.0) -> None:
     for step in steps:
         for number, weight in enumerate(weights):
             weight.grad = random(*weight.shape, seed=10 * step + number) * scale
@@ -81,8 +81,8 @@ def train(weights: list[nn.Parameter], optimizer: mm.Muon, steps: range, scale: 
 
 def test_it_takes_little_more_than_a_byte_an_element_and_moves_weights_as_fp32_does() -> None:
     (start, _), (coded, small), (exact, large) = (optimizer_of(d) for d in ("int8", "int8", torch.float32))
-    train(coded, small, range(5))
-    train(exact, large, range(5))
+    step_on_random(coded, small, range(5))
+    step_on_random(exact, large, range(5))
     for before, weight, exact_weight in zip(start, coded, exact, strict=True):
         codes_and_scales = small.state[weight]["momentum_buffer"], small.state[weight]["momentum_buffer" + SCALE]
         assert codes_and_scales[0].dtype == torch.int8
@@ -93,8 +93,8 @@ def test_it_takes_little_more_than_a_byte_an_element_and_moves_weights_as_fp32_d
 
 def test_a_power_of_two_changes_no_bit() -> None:
     (weights, first), (twins, second) = optimizer_of("int8"), optimizer_of("int8")
-    train(weights, first, range(3))
-    train(twins, second, range(3), 2.0**-60)
+    step_on_random(weights, first, range(3))
+    step_on_random(twins, second, range(3), 2.0**-60)
     assert all(torch.equal(a, b) for a, b in zip(weights, twins, strict=True))
 
 
@@ -102,7 +102,7 @@ def test_a_power_of_two_changes_no_bit() -> None:
 @pytest.mark.parametrize("target", ["int8", torch.float32, torch.bfloat16], ids=str)
 def test_a_checkpoint_does_not_tell_what_momentum_was_kept_in(source: object, target: object) -> None:
     (weights, saved), (twins, loaded) = optimizer_of(source), optimizer_of(target)
-    train(weights, saved, range(2))
+    step_on_random(weights, saved, range(2))
     state = copy.deepcopy(saved.state_dict())
     assert all(entry["momentum_buffer"].dtype == torch.float32 for entry in state["state"].values())
     assert not any(SCALE in key for entry in state["state"].values() for key in entry)
@@ -110,8 +110,8 @@ def test_a_checkpoint_does_not_tell_what_momentum_was_kept_in(source: object, ta
         for weight, twin in zip(weights, twins, strict=True):
             twin.copy_(weight)
     loaded.load_state_dict(state)
-    train(weights, saved, range(2, 4))
-    train(twins, loaded, range(2, 4))
+    step_on_random(weights, saved, range(2, 4))
+    step_on_random(twins, loaded, range(2, 4))
     if source == target:
         assert all(torch.equal(a, b) for a, b in zip(weights, twins, strict=True))
         assert all(
@@ -125,7 +125,7 @@ def test_a_checkpoint_does_not_tell_what_momentum_was_kept_in(source: object, ta
 
 def test_loaded_momentum_of_a_matrix_that_is_left_alone_is_not_lost() -> None:
     (weights, saved), (twins, loaded) = optimizer_of(torch.float32), optimizer_of("int8")
-    train(weights, saved, range(2))
+    step_on_random(weights, saved, range(2))
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
     twins[1].grad = random(*twins[1].shape)
     twins[0].grad, twins[2].grad = torch.zeros_like(twins[0]), torch.zeros_like(twins[2])
@@ -138,16 +138,16 @@ def test_loaded_momentum_of_a_matrix_that_is_left_alone_is_not_lost() -> None:
 
 def test_scales_of_another_sharding_are_refused() -> None:
     weights, optimizer = optimizer_of("int8")
-    train(weights, optimizer, range(1))
+    step_on_random(weights, optimizer, range(1))
     optimizer.state[weights[0]]["momentum_buffer" + SCALE] = torch.zeros(3)
     with pytest.raises(mm.errors.StateError, match="3 scales of momentum_buffer; needed 120"):
-        train(weights, optimizer, range(1))
+        step_on_random(weights, optimizer, range(1))
 
 
 def test_metrics_read_what_the_codes_stand_for() -> None:
     (weights, coded), (twins, exact) = optimizer_of("int8"), optimizer_of(torch.float32)
-    train(weights, coded, range(2))
-    train(twins, exact, range(2))
+    step_on_random(weights, coded, range(2))
+    step_on_random(twins, exact, range(2))
     coded_rms, exact_rms = (optimizer.metrics()["group0/momentum_rms"] for optimizer in (coded, exact))
     assert coded_rms == pytest.approx(exact_rms, rel=1e-2)
 

@@ -45,7 +45,7 @@ def build_with_state_dtype(
     return model, optimizer
 
 
-def train(model: nn.Module, optimizer: mm.Muon, steps: range) -> None:
+def step_on_random_of_names(model: nn.Module, optimizer: mm.Muon, steps: range) -> None:
     for step in steps:
         for name, parameter in model.named_parameters():
             parameter.grad = problem.placed_like(parameter, random_of_parameter(name, 10 * step + 1))
@@ -66,8 +66,8 @@ def test_blocks_that_shards_cut_have_the_scale_of_the_whole_block(dim: int, devi
     (model, optimizer), (twin, alone) = (
         build_with_state_dtype(of, "int8", device=device, rounded=rounded) for of in (dim, None)
     )
-    train(model, optimizer, range(3))
-    train(twin, alone, range(3))
+    step_on_random_of_names(model, optimizer, range(3))
+    step_on_random_of_names(twin, alone, range(3))
     assert same_bits(results(model, optimizer), results(twin, alone))
     assert optimizer.explain().collectives == optimizer.counts.collectives
 
@@ -76,14 +76,14 @@ def test_blocks_that_shards_cut_have_the_scale_of_the_whole_block(dim: int, devi
 def test_our_own_checkpoints_carry_it_too(tmp_path: Path) -> None:
     """Likewise by `muonmesh.checkpoint`, which the optimizer that was saved goes on after too."""
     model, optimizer = build_with_state_dtype(0, "int8")
-    train(model, optimizer, range(2))
+    step_on_random_of_names(model, optimizer, range(2))
     mm.checkpoint.save(tmp_path / "saved", model, optimizer)
     other, loaded = build_with_state_dtype(-1, "int8")
     mm.checkpoint.load(tmp_path / "saved", other, loaded)
     twin, alone = build_with_state_dtype(None, "int8")
     for trained in ((model, optimizer), (other, loaded)):
-        train(*trained, range(2, 4))
-    train(twin, alone, range(4))
+        step_on_random_of_names(*trained, range(2, 4))
+    step_on_random_of_names(twin, alone, range(4))
     for trained in ((model, optimizer), (other, loaded)):
         assert same_bits(results(*trained), results(twin, alone))
 

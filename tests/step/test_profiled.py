@@ -20,7 +20,7 @@ from tests.support.on_ranks import on_ranks
 COVERS = ("step.muon_step.Profiled",)
 
 
-def stepped(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
+def stepped_under_profiler(sharded: bool, profiled: bool) -> tuple[list[Tensor], set[str]]:
     """Two steps, the second of which may be profiled; weights, and the rows of ours."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 16), nn.Linear(16, 4))
@@ -49,7 +49,7 @@ ELEMENTWISE = "AdamW and other elementwise rules"
 
 def check_profile(sharded: bool) -> None:
     """Two steps have the bits of two that nobody looks at, and rows of our names."""
-    (plain, _), (named, rows) = stepped(sharded, False), stepped(sharded, True)
+    (plain, _), (named, rows) = stepped_under_profiler(sharded, False), stepped_under_profiler(sharded, True)
     names = {ELEMENTWISE, "gradients into matrices", "orthogonalization", "updates into weights"}
     assert names <= rows if sharded else names == rows
     assert all(map(torch.equal, plain, named))

@@ -38,7 +38,7 @@ STEP = 4
 SETTINGS = {"optimizer": "muon", "ranks": RANKS, "steps": STEP, "vocab": 300, "eval_every": 2, "checkpoint_every": 2}
 
 
-def stepped(value: float) -> tuple[torch.nn.Module, mm.Muon]:
+def sharded_after_step(value: float) -> tuple[torch.nn.Module, mm.Muon]:
     """A model and its optimizer after a step; each rank holds a part, in a file of its own."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
     for number, parameter in enumerate(model.parameters()):
@@ -52,12 +52,12 @@ def stepped(value: float) -> tuple[torch.nn.Module, mm.Muon]:
 
 
 def save_small(directory: Path) -> None:
-    Checkpoints(directory).save(STEP, *stepped(1.0))
+    Checkpoints(directory).save(STEP, *sharded_after_step(1.0))
 
 
 def load_small(directory: Path) -> tuple[str, bool]:
     """What this rank says when it loads, and whether what it loads into is as it was."""
-    (model, optimizer), message = stepped(0.0), ""
+    (model, optimizer), message = sharded_after_step(0.0), ""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     try:
         Checkpoints(directory).load(STEP, model, optimizer)
@@ -70,7 +70,7 @@ def training_of(run: Path) -> Training:
     return Training("muon", load_settings(run), load_corpus_of(run), torch.device("cpu"))
 
 
-def train(run: Path) -> None:
+def run_training(run: Path) -> None:
     training_of(run).run(StopRequest())
 
 
@@ -106,7 +106,7 @@ def nan_in_a_file(checkpoint: Path) -> None:
 def saved(pool: Pool, prepare: Callable[..., Path]) -> Path:
     """A run with a checkpoint of its last step."""
     run = prepare("saved", parallel="fsdp")
-    pool.run(train, run, timeout=120)
+    pool.run(run_training, run, timeout=120)
     return run
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_a_step_beyond_the_last_is_refused(saved: Path, pool: Po
 @pytest.mark.soak
 def test_a_training_keeps_the_newest_checkpoint(pool: Pool, prepare: Callable[..., Path]) -> None:
     run = prepare("kept", checkpoint_every=1)
-    pool.run(train, run, timeout=120)
+    pool.run(run_training, run, timeout=120)
     directory = checkpoints_of(run, "muon")
     assert [path.name for path in directory.iterdir()] == ["step-00000004"]
     older = shutil.copytree(directory / "step-00000004", directory / "step-00000003")
@@ -200,12 +200,12 @@ def save_poisoned(directory: Path) -> list[str]:
     """Save a state, then one of which only rank 1 holds a NaN, then one that does not fit on the disk."""
     messages = []
     checkpoints = Checkpoints(directory)
-    checkpoints.save(1, *stepped(1.0))
-    poisoned = stepped(1.0)
+    checkpoints.save(1, *sharded_after_step(1.0))
+    poisoned = sharded_after_step(1.0)
     if dist.get_rank() == 1:
         with torch.no_grad():
             poisoned[0][0].weight.to_local()[3, 3] = float("nan")
-    for step, state in ((2, poisoned), (3, stepped(1.0))):
+    for step, state in ((2, poisoned), (3, sharded_after_step(1.0))):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if step == 3:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
@@ -215,9 +215,9 @@ def save_poisoned(directory: Path) -> list[str]:
             messages.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    back = stepped(0.0)
+    back = sharded_after_step(0.0)
     checkpoints.load(1, *back)
-    assert all(map(_equal, stepped(1.0)[0].parameters(), back[0].parameters()))
+    assert all(map(_equal, sharded_after_step(1.0)[0].parameters(), back[0].parameters()))
     return messages
 
 

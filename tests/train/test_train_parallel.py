@@ -71,10 +71,10 @@ class StopAfter(StopRequest):
 
 def train_both(run: Path) -> list[str]:
     """What a rank does; the parameters whose copies differ between ranks."""
-    return [name for optimizer in load_settings(run).optimizers for name in train(run, optimizer)]
+    return [name for optimizer in load_settings(run).optimizers for name in train_until(run, optimizer)]
 
 
-def train(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
+def train_until(run: Path, optimizer: Optimizer, stop_after: int = STEPS) -> list[str]:
     training = Training(optimizer, load_settings(run), load_corpus_of(run), torch.device("cpu"))
     training.restore()
     explanation = training.explain()
@@ -138,7 +138,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_under_another_layout(
     expected = losses_of(finished(parallel, dropout))
     run, copy = prepare(f"{parallel}-stopped", parallel=parallel, **({"model": DROPOUT} if dropout else {})), tmp_path
     for name in ("muon", "adamw"):
-        pool.run(train, run, name, stop_after=2)
+        pool.run(train_until, run, name, stop_after=2)
         assert latest_step(checkpoints_of(run, name)) == 3
     shutil.copytree(run, copy, dirs_exist_ok=True)
     pool.run(train_both, run, timeout=120)

@@ -87,7 +87,7 @@ def test_a_wire_that_is_cut_in_a_step_ends_both_hosts_and_the_resumed_run_is_rig
         print(f"cut at step {reached}: both ended within {seconds:.1f} s; {wire.carried} packets, {wire.lost} lost")
 
 
-def stepped(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[str, Any]]:
+def stepped_on_hosts(hosts: tuple[Host, Host], folder: Path, machine: int) -> list[dict[str, Any]]:
     """What each of two ranks on each of two hosts writes."""
     file, started = folder / f"{machine}", []
     for number, host in enumerate(hosts):
@@ -106,7 +106,7 @@ def test_one_copy_of_the_results_leaves_each_of_two_hosts(tmp_path: Path) -> Non
     with two_hosts() as (first, second, _):
         for host in (first, second):
             host.widen(16000)
-        grouped, ungrouped = (stepped((first, second), tmp_path, machine) for machine in (2, 0))
+        grouped, ungrouped = (stepped_on_hosts((first, second), tmp_path, machine) for machine in (2, 0))
     result = 2 * sum(map(math.prod, two_levels_worker.SHAPES))  # bytes in bf16
     passed, plain = (ranks[0]["left"] + ranks[2]["left"] for ranks in (grouped, ungrouped))
     print(f"left the hosts in a step: {passed:.0f} bytes, {plain:.0f} without passing on; one copy: {result}")
