@@ -300,6 +300,14 @@ def sharded(config: TransformerConfig, ddp: DistributedDataParallelConfig, model
     return wrapped
 
 
+def average_in_hybrid(chunks: Sequence[Any]) -> None:
+    """Have Megatron-FSDP average gradients where the outer axis shards the state, too: from 0.17 on it sums them."""
+    for chunk in chunks:
+        for group in chunk.module.param_and_grad_buffer.parameter_groups:
+            if getattr(group, "hfsdp_helper_gbuf", None) is not None:
+                group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
+
+
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Other tokens for each data-parallel rank and each turn: ids, positions, mask."""
     generator = torch.Generator().manual_seed(seed * 100 + parallel_state.get_data_parallel_rank())

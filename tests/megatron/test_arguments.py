@@ -20,6 +20,7 @@ STATES = ("works", "works for `adam`", "works for `torch_dist`", "refused", "Meg
 def states_of_fields() -> dict[tuple[str, str], str]:
     """Return the state of each argument and field on the page, by "" or the field's class, and the field's name."""
     states: dict[tuple[str, str], str] = {}
+    seen: set[tuple[str, str]] = set()
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("| `"):
@@ -27,9 +28,9 @@ def states_of_fields() -> dict[tuple[str, str], str]:
         state = next(cell for cell in cells[1:] if cell in STATES)
         of = cells[1].strip("`") if state != cells[1] else ""
         for name in re.findall(r"`(?:--)?([\w-]+)`", cells[0]):
-            key = of, name.replace("-", "_").removeprefix("no_")
-            assert key not in states, f"{name} is on the page twice"
-            states[key] = state
+            assert (of, name) not in seen, f"{name} is on the page twice"
+            seen.add((of, name))
+            states.setdefault((of, name.replace("-", "_").removeprefix("no_")), state)
     return states
 
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 
@@ -27,11 +26,6 @@ def hybrid(outer: str) -> Shape:
     return FULL.but(ddp=(("num_distributed_optimizer_instances", 2), ("outer_dp_sharding_strategy", outer)))
 
 
-# Where the outer axis cuts the optimizer's state, Megatron-FSDP of 0.19.2 reduces other gradients than
-# DistributedDataParallel: the losses of Megatron's own Adam differ too (benchmarks/reports/megatron.md).
-OUTER_GRADIENTS_ARE_RIGHT = megatron.core.__version__ < "0.19"
-
-
 @pytest.mark.parametrize(
     ("ranks", "shape"),
     [
@@ -50,13 +44,12 @@ OUTER_GRADIENTS_ARE_RIGHT = megatron.core.__version__ < "0.19"
     ],
 )
 def test_the_update_is_that_of_one_process(workers, ranks: int, shape: Shape) -> None:
-    """The model computes with the updated weights: its losses are those of DistributedDataParallel."""
+    """The model computes with the updated weights: its losses and norms are those of DistributedDataParallel."""
     plain = workers(ranks).run(train, shape.but(fsdp=None, ddp=()))
     for trained, others in zip(workers(ranks).run(train, shape), plain, strict=True):
         assert trained.differing == {}
         assert trained.norms == pytest.approx(trained.expected, rel=1e-6)
-        if shape == hybrid("optim") and not OUTER_GRADIENTS_ARE_RIGHT:
-            continue
+        assert trained.norms == pytest.approx(others.norms, rel=1e-2 if shape.dtype == BF16 else 1e-5)
         assert trained.losses == [
             pytest.approx(other, rel=1e-2 if shape.dtype == BF16 else 1e-5) for other in others.losses
         ]
@@ -115,3 +108,35 @@ def test_what_has_not_run_is_refused(workers, field: str, value: Any, message: s
     for outcome in workers(2).run_expecting_errors(make_with_field, field, value):
         assert outcome.error is ValueError
         assert re.search(message, outcome.message)
+
+
+def summed() -> tuple[float, str | None]:
+    """Gradients of Megatron itself, in multiples of those of DistributedDataParallel, and the refusal of ours."""
+    norms, message = [], None
+    for shape in (Shape(), hybrid("optim")):
+        host.begin(shape)
+        chunks = host.chunks_of(shape)
+        try:
+            get_megatron_optimizer(host.optimizer_config(shape), chunks)
+        except ValueError as error:
+            message = str(error)
+        parameters = gathered.named(chunks)
+        host.backward(shape, chunks, None, 0)
+        if shape.fsdp is None:
+            reduced = gathered.gather(gathered.local_values(parameters, gathered.gradients(chunks)))
+        else:
+            reduced = gathered.sharded(parameters, gradients=True)
+        norms.append(float(torch.stack([gradient.norm() for gradient in reduced.values()]).norm()))
+    return norms[1] / norms[0], message
+
+
+def test_gradients_that_megatron_sums_are_refused(workers) -> None:
+    """A version that averages them is accepted: the average over four ranks is a quarter of the sum."""
+    for times, message in workers(4).run(summed):
+        if message is None:
+            assert times == pytest.approx(1, rel=1e-5)
+        else:
+            assert times == pytest.approx(4, rel=1e-5)
+            assert re.search(
+                "found outer_dp_sharding_strategy='optim', .* sums gradients; needed .*'no_shard'", message
+            )

@@ -27,6 +27,8 @@ def train(shape: host.Shape, steps: int = 3, **settings: Any) -> Trained:
     """Run on every rank."""
     host.begin(shape)
     chunks = host.chunks_of(shape)
+    if shape.fsdp is not None:
+        host.average_in_hybrid(chunks)
     config = host.optimizer_config(shape, **settings.pop("config", {}))
     optimizer = get_megatron_optimizer(config, chunks, **settings)
     muon = dict(settings.get("muon") or {})

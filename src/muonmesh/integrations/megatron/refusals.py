@@ -116,6 +116,8 @@ def refuse(config: Any, chunks: Sequence[Any], dump: Any) -> None:
             problem, needed = "whole parameters that a forward pass has gathered", "those that Megatron-FSDP shards"
             write = "Make the optimizer before the first forward pass"
             raise ValueError(explain_error("model_chunks", problem, needed, write))
+        if fsdp:
+            _refuse_summed_gradients(chunk)
 
 
 def is_fsdp(chunk: Any) -> bool:
@@ -166,3 +168,20 @@ def _refuse_unreduced_experts(model: Any, chunk: Any) -> None:
         problem += f"tensor_model_parallel_size={tensor}: Megatron does not average the gradients of such experts"
         write = f"Set expert_model_parallel_size above 1, or expert_tensor_parallel_size={tensor}"
         raise ValueError(explain_error("TransformerConfig", problem, "sizes for which it averages them", write))
+
+
+def _refuse_summed_gradients(chunk: Any) -> None:
+    """Raise ValueError if Megatron-FSDP would sum gradients that it is set to average.
+
+    Where the outer axis of a hybrid mesh shards the optimizer's state, gradients are reduced in a second buffer, which
+    megatron-core 0.17 and later create without the scaling factor of the first. Gradients, and the norm that clip_grad
+    is compared with, are then as many times too large as there are data-parallel ranks, with every optimizer.
+    """
+    for group in chunk.module.param_and_grad_buffer.parameter_groups:
+        reduced, main = getattr(group, "hfsdp_helper_gbuf", None), group.main_grad_buffer
+        if reduced is not None and reduced.gradient_scaling_factor != main.gradient_scaling_factor:
+            problem = "outer_dp_sharding_strategy='optim', with which this version of Megatron-FSDP sums gradients"
+            write = "Set outer_dp_sharding_strategy='no_shard': otherwise clip_grad compares a norm that is too large"
+            raise ValueError(
+                explain_error("DistributedDataParallelConfig", problem, "gradients that it averages", write)
+            )
