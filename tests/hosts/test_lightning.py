@@ -211,6 +211,65 @@ def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
+class ByHand(Model):
+    """Clips in a loop of its own, a module of muonmesh and one of torch, and keeps the norms afterwards."""
+
+    muon_clip: ClassVar = {"skip_above": 1e6}
+
+    def __init__(self, **clipping: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(4, 4)
+        self.clipping = clipping
+        self.norms: dict[str, Tensor] = {}
+
+    def configure_optimizers(self) -> Any:
+        return [from_model(self.trainer, self.model, **SETTINGS), torch.optim.AdamW(self.other.parameters())]
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> None:
+        muon, other = self.optimizers()
+        self.manual_backward(self.model(**batch).loss + self.other(torch.ones(4)).square().sum())
+        before = self.norms_of(muon)
+        for optimizer in (muon, other):
+            self.clip_gradients(optimizer, **self.clipping)
+        parts = {**self.norms_of(muon), "other": self.norms_of(other)["adamw"]}
+        self.norms = {**parts, "muon before": before["muon"]}
+        for optimizer in (muon, other):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def norms_of(self, optimizer: Any) -> dict[str, Tensor]:
+        norms = {}
+        for kind in ("muon", "adamw"):
+            groups = [group for group in optimizer.param_groups if group.get("algorithm", "adamw") == kind]
+            grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            norms[kind] = nn.utils.get_total_norm(grads)
+        return norms
+
+
+def test_clipping_by_hand_is_that_of_automatic_optimization(tmp_path: Path) -> None:
+    """``self.clip_gradients``, which Lightning's manual optimization and hooks call, would clip Muon's gradients."""
+    quiet = {"callbacks": [], "gradient_clip_val": None, "max_epochs": 1}
+    module, _ = train(tmp_path, module=ByHand(gradient_clip_val=1e-3, gradient_clip_algorithm="norm"), **quiet)
+    assert module.norms["muon"] == module.norms["muon before"]
+    assert float(module.norms["adamw"]) == pytest.approx(1e-3, rel=1e-3)
+    assert float(module.norms["other"]) == pytest.approx(1e-3, rel=1e-3)
+    with pytest.raises(ValueError, match=r'found gradient_clip_algorithm="value"'):
+        train(tmp_path, module=ByHand(gradient_clip_val=1.0, gradient_clip_algorithm="value"), **quiet)
+
+    class Hook(Model):
+        """Clips at each step by a value of its own, as Lightning's page on this hook shows."""
+
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=1e-6, gradient_clip_algorithm="norm")
+
+    hooked, _ = train(tmp_path / "hooked", module=Hook(), callbacks=[], gradient_clip_val=None)
+    whole, _ = train(tmp_path / "whole", module=Model(), callbacks=[])  # clipped by 1e-6
+    assert different(weights(hooked), weights(whole)) == []
+    with pytest.raises(ValueError, match=r"gradient_clip_val: found 1e-06 beside the Trainer's 2.0; .* Remove"):
+        train(tmp_path / "both", module=Hook(), callbacks=[], gradient_clip_val=2.0)
+
+
 # ------------------------------------------------------------------ what is said through the wrappers
 
 

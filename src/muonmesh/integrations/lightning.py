@@ -48,23 +48,34 @@ class MuonModule(LightningModule):  # type: ignore[misc]  # lightning is not che
         """
         return from_model(self.trainer, self, **self.muon)
 
-    def configure_gradient_clipping(
+    def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip with `muonmesh.Muon.clip_grad_norm_`. Muon's gradients are not clipped unless ``muon_clip`` sets another
-        policy. Under a GradScaler (``precision="16-mixed"``), the gradients are unscaled first.
+        """Clip with `muonmesh.Muon.clip_grad_norm_`, in automatic and manual optimization. Muon's gradients are not
+        clipped unless ``muon_clip`` sets another policy. Under a GradScaler (``precision="16-mixed"``), the gradients
+        are unscaled first. Other optimizers are clipped as by Lightning.
 
         Raises:
-            ValueError: the Trainer's ``gradient_clip_algorithm`` is "value".
+            ValueError: ``gradient_clip_algorithm``, here or of the Trainer, is "value"; or the Trainer has another
+                ``gradient_clip_val``.
         """
-        if gradient_clip_algorithm not in (None, "norm"):  # an enumeration of strings
+        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps what `self.optimizers()` returns
+        if not isinstance(inner, Muon):
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        of_trainer = self.trainer.gradient_clip_val
+        if None not in (gradient_clip_val, of_trainer) and gradient_clip_val != of_trainer:
+            problem, needed = f"{gradient_clip_val} beside the Trainer's {of_trainer}", "only one of them"
+            raise ValueError(explain_error("gradient_clip_val", problem, needed, "Remove the Trainer's"))
+        if (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm") != "norm":  # or an enumeration
             problem, needed = 'gradient_clip_algorithm="value"', "a norm to clip by"
             raise ValueError(explain_error("Trainer", problem, needed, 'Write gradient_clip_algorithm="norm"'))
-        if gradient_clip_val or self.muon_clip:
+        max_norm = of_trainer if gradient_clip_val is None else gradient_clip_val
+        if max_norm or self.muon_clip:
             # Lightning unscales only for optimizers whose step cannot, which it reads off `_step_supports_amp_scaling`.
             if (scaler := getattr(self.trainer.precision_plugin, "scaler", None)) is not None:
-                scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
-            optimizer.clip_grad_norm_(gradient_clip_val or math.inf, **self.muon_clip)
+                scaler.unscale_(inner)
+            inner.clip_grad_norm_(max_norm or math.inf, **self.muon_clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Advance a learning-rate schedule, except a schedule by steps after a step that changed nothing."""
