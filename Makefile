@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-hosts test-hosts-all test-nemo-rl test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-megatron-lm-next test-hosts test-hosts-all test-nemo-rl test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
@@ -92,11 +92,14 @@ $(MEGATRON_NEXT)/.ready: $(BUILT) constraints.txt constraints-megatron-next.txt
 test-megatron-next: $(MEGATRON_NEXT)/.ready
 	$(MEGATRON_NEXT)/bin/python -m pytest tests/megatron $(ARGS)
 
-# Megatron-LM's own pretrain_gpt.py, which is in no package: MEGATRON_LM is a checkout of its tag core_v0.16.1.
+# Megatron-LM's own pretrain_gpt.py, which is in no package: MEGATRON_LM is a checkout of its tag core_v0.16.1, or, for -next,
+# of core_v0.19.0.
 test-megatron-lm: $(MEGATRON)/.ready
-	@test -f "$(MEGATRON_LM)/pretrain_gpt.py" || { echo "Write make test-megatron-lm MEGATRON_LM=/path/to/Megatron-LM"; exit 1; }
-	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check six requests regex pyyaml pydantic
-	MEGATRON_LM=$(MEGATRON_LM) $(MEGATRON)/bin/python -m pytest tests/megatron_lm $(ARGS)
+test-megatron-lm-next: $(MEGATRON_NEXT)/.ready
+test-megatron-lm test-megatron-lm-next:
+	@test -f "$(MEGATRON_LM)/pretrain_gpt.py" || { echo "Write make $@ MEGATRON_LM=/path/to/Megatron-LM"; exit 1; }
+	$(<D)/bin/python -m pip install --quiet --disable-pip-version-check six requests regex pyyaml pydantic
+	MEGATRON_LM=$(MEGATRON_LM) $(<D)/bin/python -m pytest tests/megatron_lm $(ARGS)
 
 # The houses where people train, likewise: their packages are many and heavy. torchtitan imports triton on a CPU too.
 HOSTS := .venv-hosts
