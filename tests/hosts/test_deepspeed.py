@@ -660,6 +660,14 @@ def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) ->
         ({"clip": {"norm": 1.0}}, "unexpected keyword argument 'norm'"),
         ({"clip": {"max_norm": -1.0}}, "max_norm"),
         ({"clip": 1.0, "config": {"gradient_clipping": 1.0}}, "Remove gradient_clipping"),
+        # The rates would be for an lr of 3e-4 that nobody has written: Muon would train with 67 times 0.02.
+        (
+            {
+                "optimizer": {"muon": {"lr": 0.02}, "adamw": {"lr": 3e-4}},
+                "config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}},
+            },
+            "warmup_max_lr=0.02, warmup_min_lr=0.0; needed the lr to which they belong",
+        ),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:

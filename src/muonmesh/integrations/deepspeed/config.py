@@ -133,7 +133,7 @@ def prepare_host_config(config: dict[str, Any]) -> None:
     config[_CPU_ADAM] = False
 
 
-def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.Optimizer], Any] | None:
+def take_scheduler(config: dict[str, Any], lr: float | None) -> Callable[[torch.optim.Optimizer], Any] | None:
     """Remove the scheduler from a config, and return a function that creates it; None if the config has no scheduler.
 
     With a number in the config, DeepSpeed's schedulers set one learning rate for all groups. Here, the number is for a
@@ -141,10 +141,11 @@ def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.O
 
     Args:
         config: DeepSpeed's config; its "scheduler" section is removed.
-        lr: The learning rate to which the numbers in the "scheduler" section belong.
+        lr: The learning rate to which the numbers in the "scheduler" section belong. None: groups have different
+            rates, and nobody has said to which of them.
 
     Raises:
-        ValueError: neither DeepSpeed nor torch has a scheduler of this name.
+        ValueError: neither DeepSpeed nor torch has a scheduler of this name; or it has rates, and ``lr`` is None.
     """
     section = config.pop("scheduler", None)
     if section is None:
@@ -157,12 +158,15 @@ def take_scheduler(config: dict[str, Any], lr: float) -> Callable[[torch.optim.O
     for key, parameter in inspect.signature(make).parameters.items():
         if key.endswith("_lr") and isinstance(parameter.default, (int, float)):
             params.setdefault(key, parameter.default)
-    rated = {key: value for key, value in params.items() if lr and key.endswith("_lr")}
-    numbers = {key: value for key, value in rated.items() if isinstance(value, (int, float))}
+    numbers = {key: value for key, value in params.items() if key.endswith("_lr") and isinstance(value, (int, float))}
+    if numbers and lr is None:
+        problem = f"the scheduler's {', '.join(f'{key}={value}' for key, value in numbers.items())}"
+        needed = "the lr to which they belong, since groups have different rates, which keep their ratio to it"
+        raise ValueError(explain_error("config", problem, needed, 'Write "lr" in optimizer={...}'))
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        in_proportion = {key: [value * (rate / lr) for rate in rates] for key, value in numbers.items()}
+        in_proportion = {key: [value * (rate / lr) for rate in rates] for key, value in numbers.items()} if lr else {}
         return make(optimizer, **{**params, **in_proportion})
 
     return schedule

@@ -158,6 +158,9 @@ class Assembly:
         # Parameters may be shards already, or become shards later. Settings are checked for their global shapes.
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
+        rates = {float(group["lr"]) for group in self._template.param_groups}
+        known = "lr" in settings or rates == {float(self._template.defaults["lr"])}
+        self._scheduled_rate = float(self._template.defaults["lr"]) if known else None
         self._model = model
         self._parameters: dict[int, EngineParameter] = {}
         self._reasons: dict[str, str] = {}
@@ -184,7 +187,7 @@ class Assembly:
         prepared = prepare_config(read_config(config), has_experts=bool(has_moe_layers(self._model)[0]))
         limits, arguments = limits_of(clip, prepared), dict(others)
         if arguments.get("lr_scheduler") is None:
-            arguments["lr_scheduler"] = take_scheduler(prepared, float(self._template.defaults["lr"]))
+            arguments["lr_scheduler"] = take_scheduler(prepared, self._scheduled_rate)
         engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **arguments)
         self.bind(engine, limits)
         return (engine, *rest)
