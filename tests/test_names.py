@@ -156,6 +156,19 @@ def test_each_pattern_means_the_parameters_of_its_row_and_no_others(values: dict
     assert sorted(met) == sorted(values)
 
 
+def test_the_key_of_equal_layers_has_a_star_for_what_differs_alone() -> None:
+    """The layers of a Sequential in each block have numbers too, by which they are told apart."""
+    names = [f"h.{block}.mlp.{layer}.weight" for block in (0, 1, 12) for layer in (0, 2)]
+    assert patterns({name: name.split(".")[3] for name in names}, names) == {
+        "h.*.mlp.0.weight": "0",
+        "h.*.mlp.2.weight": "2",
+    }
+    others = [*names, "h.0.x.mlp.2.weight", "h.0.mlp.2.weight.g"]
+    assert names_matching("h.*.mlp.2.weight", others) == names[1::2]  # it is no expression
+    some = {name: True for name in names if name.split(".")[1] != "12"}
+    assert patterns(some, others) == {r"^h\.(0\.mlp\.0|0\.mlp\.2|1\.mlp\.0|1\.mlp\.2)\.weight$": True}
+
+
 class Deep(nn.Module):
     def __init__(self, widths: list[int], frozen: list[bool]) -> None:
         super().__init__()

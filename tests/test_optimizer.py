@@ -497,6 +497,15 @@ def test_loading_the_state_of_other_groups_says_which_parameters_moved() -> None
         optimizer.load_state_dict({"state": {}, "param_groups": unnamed})
 
 
+def test_the_state_of_another_optimizer_is_converted() -> None:
+    model = small_optimizer()[0]
+    optimizer, other = mm.from_model(model, lr=0.1), torch.optim.AdamW(model.parameters())
+    with pytest.raises(
+        mm.StateError, match=r"found 1 group, .*Write .*muonmesh\.checkpoint\.convert\(saved, optimizer"
+    ):
+        optimizer.load_state_dict(other.state_dict())
+
+
 def test_after_a_skipped_step_the_metrics_tell_the_update_before_it() -> None:
     """As docs/clipping.md says."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))

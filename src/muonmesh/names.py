@@ -35,6 +35,14 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
+def _is_starred(key: str, name: str) -> bool:
+    """Whether a name is a key of ``overrides=`` but for numbers in place of each "*"."""
+    parts, named = key.split("."), name.split(".")
+    return len(parts) == len(named) and all(
+        part == other or (part == "*" and other.isdecimal()) for part, other in zip(parts, named, strict=True)
+    )
+
+
 def stagger_of(name: str, index: int) -> int:
     """Return a number of a matrix that depends only on its parameter's name and its index in the parameter.
 
@@ -48,7 +56,7 @@ def stagger_of(name: str, index: int) -> int:
 def patterns(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     """Return values of parameters by keys of ``overrides=``; each key means exactly the parameters with its value.
 
-    Layers that differ in their number only share a key: "blocks.*.up.weight" for all of them, an expression for some.
+    Layers that differ in their number only share a key: "blocks.*.up.weight" for all, an expression for some.
 
     Args:
         values: The values by name.
@@ -60,13 +68,16 @@ def patterns(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
     counts = Counter(map(starred, names))
     by_pattern = dict[str, T]()
     for (star, value), matching in alike.items():
+        rows = [name.split(".") for name in matching]
+        same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
+        varied = ".".join(part if alone else "*" for part, alone in zip(rows[0], same, strict=True))
         if len(matching) == 1:
             key = matching[0]
         elif len(matching) == counts[star]:
             key = star
+        elif len(matching) == sum(_is_starred(varied, name) for name in names):
+            key = varied
         else:
-            rows = [name.split(".") for name in matching]
-            same = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
             first, last = same.index(False), len(same) - same[::-1].index(False)
             inner = "|".join(re.escape(".".join(row[first:last])) for row in rows)
             before, after = ([*map(re.escape, part)] for part in (rows[0][:first], rows[0][last:]))
@@ -78,15 +89,15 @@ def patterns(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 def names_matching(key: str, names: Collection[str]) -> list[str]:
     """Return the names that a key of ``overrides=`` means.
 
-    That is the equal name; or else all names that differ from it in numbers only, where the key has "*"; or else all
-    names that `re.search` finds.
+    That is the equal name; or else all names that have numbers where the key has "*", and are equal elsewhere; or else
+    all names that `re.search` finds.
 
     Raises:
         ValueError: the key is neither a name nor a regular expression.
     """
     if key in names:
         return [key]
-    if "*" in key.split(".") and (alike := [name for name in names if starred(name) == key]):
+    if "*" in key.split(".") and (alike := [name for name in names if _is_starred(key, name)]):
         return alike
     try:
         return [name for name in names if re.search(key, name)]

@@ -165,6 +165,41 @@ def test_a_misspelt_setting_of_a_rule_gets_the_nearest_of_that_rule_or_none(monk
             mm.from_model(Net(), rule="tilted", **{key: 0.5})
 
 
+@pytest.mark.parametrize(
+    ("argument", "write"),
+    [
+        ("beta1", "adamw_betas=(beta1, beta2)"),
+        ("momentum_dtype", "state_dtype="),
+        ("offload", 'state_device="cpu"'),
+        ("exclude", 'overrides={name: "adamw"} in from_model'),
+        ("muon_lrs", 'muon={"lr": ...} in from_model, or put it into a group'),
+    ],
+)
+def test_what_others_call_an_argument_gets_the_line_to_write(argument: str, write: str) -> None:
+    with pytest.raises(
+        TypeError, match=re.escape(f"found the argument {argument!r}; needed") + ".*" + re.escape(write)
+    ):
+        mm.from_model(Net(), **{argument: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("rule", "found the key 'rule'; needed 'algorithm'. Rename it"),
+        ("num_heads", """Write overrides={name: {"matrices": ('heads', 4, 0)}}, with your numbers"""),
+    ],
+)
+def test_what_others_write_in_a_group_gets_the_line_to_write(key: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mm.from_model(Net(), overrides={"weight": {key: 4}})
+
+
+def test_parameters_given_to_clipping_as_to_torchs_function_are_not_needed() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"max_norm: found .*Write optimizer\.clip_grad_norm_\(1\.0\)"):
+        mm.from_model(model).clip_grad_norm_(model.parameters())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", ["frozen", None, False])
 def test_who_wants_to_freeze_by_an_override_is_told_how(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"Write .*, or call requires_grad_\(False\) on a parameter to f"):

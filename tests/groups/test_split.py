@@ -1367,6 +1367,7 @@ def test_an_override_by_any_of_a_shared_parameters_names() -> None:
         ({"overrides": {"up": {"algorithm": "Muon"}}}, ValueError, "found the algorithm 'Muon'"),
         ({"overrides": {"up": 0.1}}, TypeError, r"overrides\['up'\]: found 0.1"),
         ({"overrides": {3: "muon"}}, TypeError, "found the key 3; needed a string"),
+        ({"overrides": {nn.Linear(4, 4).weight: "muon"}}, TypeError, "found the key of the class Parameter; needed a"),
         ({"overrides": ["up"]}, TypeError, "needed a mapping"),
         ({"overrides": {"up": {"name": "mine"}}}, ValueError, "found 'name'"),
         ({"overrides": {"embed": {"matrices": "whole"}}}, ValueError, r"embed\.weight: .* needed Muon .*\"algorithm\""),

@@ -134,6 +134,31 @@ def test_another_split_is_a_warning_with_the_lines_to_write(line: int) -> None:
     assert split_or_adamw(optimizer)["blocks.1.mixed.weight"] == (("rows", 16, 16, 16), "whole")[line]
 
 
+class Adapted(nn.Module):
+    """A frozen layer, and two factors beside it, as LoRA has them."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, 4, bias=False)
+        self.up = nn.Linear(4, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def test_adapters_beside_frozen_fused_weights_are_split_in_every_block() -> None:
+    """Behind the first block, what the frozen layer makes is in the graph too, without its weight."""
+    model = TwoHeads().requires_grad_(False)
+    for block in model.blocks:
+        block.mixed = Adapted(block.mixed)
+    optimizer = mm.from_model(model)
+    with pytest.warns(UserWarning, match=r"blocks\.\*\.mixed\.up\.weight is split as 'whole'") as caught:
+        trained(model, optimizer)
+    (lines, _) = offered_overrides(str(caught[0].message))
+    assert lines == {"blocks.*.mixed.up.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
+
+
 def test_what_is_confirmed_is_no_guess_any_more_and_neither_warns() -> None:
     model = TwoHeads()
     with warnings.catch_warnings():

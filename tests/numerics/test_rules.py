@@ -842,3 +842,48 @@ def test_what_soap_costs_is_told_before_and_after_it_is_there() -> None:
     random_step(optimizer, 1)
     assert optimizer.explain().state_bytes == explanation.state_bytes
     assert sum(value.numel() for value in optimizer.state[weight].values()) == numbers
+
+
+# ------------------------------------------------------------------ mistakes in a rule
+
+
+def test_a_rule_registered_without_a_name_or_without_its_momentum_is_refused() -> None:
+    @dataclass(frozen=True)
+    class KeepsNoMomentum(MuonRule):
+        def keeps(self) -> Any:
+            return {"rows_of_it": "rows"}
+
+    with pytest.raises(TypeError, match=r'found a class; needed a name\. Write @muonmesh\.register_rule\("my-rule"\)'):
+        register_rule(KeepsNoMomentum)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"KeepsNoMomentum\.keeps: found no 'momentum_buffer'.*\*\*super\(\)\.keeps\(\)"
+    ):
+        register_rule("keeps-no-momentum")(KeepsNoMomentum)
+    assert "keeps-no-momentum" not in RULES
+
+
+def test_a_class_in_place_of_its_name_and_a_setting_without_a_value_are_told() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class NeedsATilt(MuonRule):
+        tilt: float
+
+    register_rule("needs-a-tilt")(NeedsATilt)
+    weight = nn.Parameter(torch.ones(6, 8))
+    with pytest.raises(ValueError, match=r'found algorithm=<class .*NeedsATilt.*Write "needs-a-tilt"$'):
+        mm.Muon([{"params": [weight], "algorithm": NeedsATilt}])
+    with pytest.raises(
+        TypeError, match=r"a group of NeedsATilt: found no 'tilt'; needed .*Write muon=\{\"tilt\": \.\.\.\}"
+    ):
+        mm.Muon([{"params": [weight], "algorithm": "needs-a-tilt"}])
+
+
+def test_a_part_that_returns_nothing_is_named() -> None:
+    @dataclass(frozen=True)
+    class WritesInPlace(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Any:
+            update.mul_(2)
+
+    register_rule("writes-in-place")(WritesInPlace)
+    optimizer = mm.Muon([{"params": [nn.Parameter(torch.ones(6, 8))], "algorithm": "writes-in-place"}])
+    with pytest.raises(ValueError, match=r"WritesInPlace\.whole: found a result of NoneType; needed a tensor"):
+        random_step(optimizer, 1)

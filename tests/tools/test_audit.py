@@ -86,9 +86,11 @@ def test_a_guess_is_told() -> None:
     overrides = {r"qkv\.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
     overrides |= {r"proj\.weight": "muon", "2.weight": "adamw"}
     optimizer = mm.from_model(model, lr=1e-3, overrides=overrides)
-    decided = mm.audit(optimizer, model, groups=mm.split_params(model, overrides=overrides))
-    assert not decided.guesses
-    assert str(decided).endswith("Nothing to mend.")
+    for groups in (mm.split_params(model, overrides=overrides), None):  # what muonmesh was told is no guess either
+        decided = mm.audit(optimizer, model, groups=groups)
+        assert not decided.guesses
+        assert str(decided).endswith("Nothing to mend.")
+    assert mm.audit(mm.Muon(mm.from_model(model).param_groups), model).guesses == report.guesses
 
 
 def test_it_says_the_same_under_autocast() -> None:

@@ -109,6 +109,13 @@ def test_what_is_no_script_is_told(name: str, message: str, tmp_path: Path) -> N
     )
 
 
+def test_options_that_are_not_of_the_command_are_of_the_script(script: Path) -> None:
+    result = run_audit("--json", str(script), "--lr", "1")
+    assert "arguments ['--lr', '1']" in result.stderr
+    assert json.loads(result.stdout)["rows"]
+    assert run_audit(str(script), "--help").exit_code == 0  # of the command
+
+
 def test_a_script_runs_until_its_first_step(script: Path) -> None:
     result = run_audit(str(script), "--json", "--", "--lr", "1")
     assert "arguments ['--lr', '1']" in result.stderr

@@ -218,6 +218,9 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
     saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         write = f"{_AS_SAVED}{_moved(saved_groups, groups)}"
+        if not any("algorithm" in group for group in saved_groups):  # each group of ours has it
+            write = 'Write load_state_dict(muonmesh.checkpoint.convert(saved, optimizer, package="torch")), or whose '
+            write += "state it is"
         raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
     for group, saved in zip(groups, saved_groups, strict=True):
         subject = f"group {group['name']!r}"
@@ -244,7 +247,7 @@ def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the names and sizes of groups, in words for a message."""
     sizes = [f"{group.get('name', number)!r} {len(group['params'])}" for number, group in enumerate(groups)]
     more = " and so on" if len(sizes) > 8 else ""
-    return f"{len(groups)} groups, with parameters: {', '.join(sizes[:8])}{more}"
+    return f"{len(groups)} group{'' if len(groups) == 1 else 's'}, with parameters: {', '.join(sizes[:8])}{more}"
 
 
 def _moved(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> str:

@@ -75,7 +75,8 @@ class Limits:
             raise ValueError(explain_error("policy", f"{self.policy!r}", f"one of {policies}"))
         if not _is_limit(self.max_norm):
             needed = "a number of at least 0, or inf to measure only"
-            raise ValueError(explain_error("max_norm", f"{self.max_norm!r}", needed))
+            write = "Write optimizer.clip_grad_norm_(1.0): the optimizer knows the parameters"
+            raise ValueError(explain_error("max_norm", f"{self.max_norm!r}", needed, write))
         if not (_is_limit(self.skip_above) if self.multiple is None else 0 < self.multiple < math.inf):
             needed = "a number of at least 0, inf to skip none but non-finite ones, or a multiple of the norm's mean"
             write = 'Write skip_above="4x" to skip a step whose norm is above 4 times its running mean'

@@ -97,12 +97,13 @@ def nobody_said(name: str) -> LayoutError:
     """Return the error for a plain tensor whose ranks are unknown."""
     text = f"This parameter is a plain tensor while {world_size()} ranks run, and nothing says which ranks hold the "
     text += "same parameter. If the model was sharded after this optimizer was made, make the optimizer after it. "
-    text += "Under DDP, or if your loop averages the gradients of all ranks, write "
-    text += 'Muon(..., process_group="world"). If every rank trains its own copy, write process_group="local". If some '
-    text += "ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor (fully_shard), or declare "
+    text += 'Under DDP, pass the wrapped model to from_model, or write process_group="world", as you do if your loop '
+    text += "averages the gradients of all ranks. If every rank trains its own copy, write "
     text += (
-        f"it: layouts={{{name!r}: (mesh, placements)}}. Leave out ZeroRedundancyOptimizer: ranks share the work, and "
+        'process_group="local". If some ranks share it, pass their ProcessGroup. If it is a shard, make it a DTensor '
     )
+    text += f"(fully_shard), or declare it: layouts={{{name!r}: (mesh, placements)}}. Leave out "
+    text += "ZeroRedundancyOptimizer: ranks share the work, and "
     text += "with shard_state=True the state"
     return LayoutError(about(name, text))
 

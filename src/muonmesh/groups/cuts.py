@@ -129,9 +129,14 @@ def _after(node: Node, position: int, form: Form) -> Form | None:
 
 
 def _sums_products(other: Node, term: Node) -> bool:
-    """Whether two terms are both products of weights, and neither is computed from the other: no residual stream."""
+    """Whether two terms are both products of weights, and neither is computed from the other: no residual stream.
+
+    A frozen weight, such as that beside an adapter, is no node of the graph: its product has one operand alone.
+    """
     start = source_of((other, 0))
-    return start is not None and bool(start[0].products) and not start[0].is_below(term) and not term.is_below(start[0])
+    if start is None or not (start[0].products or None in start[0].operands):
+        return False
+    return not start[0].is_below(term) and not term.is_below(start[0])
 
 
 def _joined(cuts: list[Node]) -> bool:

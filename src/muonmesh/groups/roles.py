@@ -259,7 +259,8 @@ def _bare(site: Site, facts: Facts, row: Known | None) -> Role:
     if facts.stored is not None and not named:
         return _matrix(f"{holder}, by which a forward multiplies", site, facts, row)
     if len(shape) == 2:
-        return _matrix(f"{holder}, which is not known: taken as one matrix, out × in", site, facts, row)
+        doubt = "" if row is not None and row.certain else ", which is not known: taken as one matrix, out × in"
+        return _matrix(f"{holder}{doubt}", site, facts, row)
     return _adamw("matrices", f"{holder}, which is not known: {len(shape)} dims do not tell which are matrices", site)
 
 

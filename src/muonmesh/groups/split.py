@@ -400,7 +400,8 @@ def _settings_of(key: Any, value: Any) -> dict[str, Any]:
     source = f"overrides[{key!r}]"
     if not isinstance(key, str):
         write = "Write the name of a parameter or a regular expression"
-        raise TypeError(explain_error(source, f"the key {key!r}", "a string", write))
+        shown = f"of the class {type(key).__name__}" if isinstance(key, nn.Parameter | nn.Module) else repr(key)
+        raise TypeError(explain_error("overrides", f"the key {shown}", "a string", write))
     if not isinstance(value, str | Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}, or call requires_grad_(False) on a parameter to freeze it'
         raise TypeError(explain_error(source, repr(value), '"muon", "adamw" or a dict of settings', write))

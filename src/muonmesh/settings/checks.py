@@ -37,6 +37,10 @@ _INSTEAD = {  # split_params may have been called apart
     **{name: f"Give {name}= to from_model" for name in ("overrides", "rule", "example", "muon", "adamw")},
     "muon_lr": 'Write muon={"lr": ...} in from_model, or put it into a group',
     "adamw_lr": 'Write adamw={"lr": ...} in from_model, or put it into a group',
+    **dict.fromkeys(("beta1", "beta2"), "Write adamw_betas=(beta1, beta2)"),
+    "momentum_dtype": "Write state_dtype=",
+    "offload": 'Write state_device="cpu"',
+    "exclude": 'Write overrides={name: "adamw"} in from_model',
 }
 """What to write instead of some arguments that `Muon` does not have."""
 
@@ -53,7 +57,11 @@ _OTHER_NAMES = {
     "cautious": "decay_mode",
     "cautious_wd": "decay_mode",
     "bucket_cap_mb": "memory_budget_mb",
+    "rule": "algorithm",
 }
+
+_SPLITS = dict.fromkeys(("heads", "num_heads", "n_heads"), ("heads", 4, 0)) | {"split_sizes": ("rows", 64, 32, 32)}
+"""Keys by which others split fused weights, each with an entry of "matrices" that does the same."""
 
 _ARGUMENT = re.compile(r"(?<!\w)(?=(coefficients|steps|method)[:=])")
 """Finds the arguments of `orthogonalize` in its error messages; in a group these settings have the prefix "ns_"."""
@@ -131,7 +139,8 @@ def algorithm_of(group: Mapping[str, Any]) -> str:
         algorithm = algorithm or alias
     algorithm = "muon" if algorithm is None else algorithm
     if not isinstance(algorithm, str) or not is_known(algorithm):
-        nearest = next(iter(difflib.get_close_matches(str(algorithm), list(RULES), 1)), None)
+        by_class = [name for name, rule in RULES.items() if rule in (algorithm, type(algorithm))]
+        nearest = next(iter(by_class or difflib.get_close_matches(str(algorithm), list(RULES), 1)), None)
         write = None if nearest is None else f'Write "{nearest}"'
         raise ValueError(explain_error("group", f"algorithm={algorithm!r}", needed_algorithm(), write))
     return algorithm
@@ -238,7 +247,7 @@ def read_settings(lr: float | Tensor, settings: MuonSettings) -> tuple[dict[str,
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
         if meant in rule_of_key:
             write = f'Write rule="{rule_of_key[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
-        write = _INSTEAD.get(name, write)
+        write = _INSTEAD.get(name) or _INSTEAD.get(str(meant), write)
         raise TypeError(explain_error(subject, f"the argument {name!r}", f"an argument of muonmesh.{subject}", write))
     _check_optimizer(shared)
     check_group(subject, {**of_groups, **rest})
@@ -297,6 +306,9 @@ def _check_keys(subject: str, group: Mapping[str, Any]) -> None:
             write = f'Leave it out, or write "algorithm": "{readers[0]}" (in from_model, rule="{readers[0]}")'
             raise ValueError(explain_error(subject, problem, needed, write))
         keys = (*rule.settings(), *_GROUP_KEYS)
+        if key in _SPLITS:
+            write = f'Write overrides={{name: {{"matrices": {_SPLITS[key]!r}}}}}, with your numbers'
+            raise ValueError(explain_error(subject, f"the key {key!r}", "an entry of 'matrices'", write))
         meant = _OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(str(key), keys, 1, 0.8)), None)
         if meant is not None:
             raise ValueError(explain_error(subject, f"the key {key!r}", f"{meant!r}", "Rename it"))

@@ -104,9 +104,10 @@ def change_whole(
     def change() -> None:
         extra = {} if direction is None else {"direction": copied("direction", direction)}
         changed = part(copied("whole", matrix), MappingProxyType({**state, **extra}))
-        if changed.shape != (1, rows, cols):
-            shape = f"a result of shape {tuple(changed.shape)}"
-            raise ValueError(explain_error(part.__qualname__, shape, f"the shape of its matrix, {(1, rows, cols)}"))
+        if not isinstance(changed, Tensor) or changed.shape != (1, rows, cols):
+            result = f"shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"{type(changed).__name__}"
+            needed = f"a tensor with the shape of its matrix, {(1, rows, cols)}"
+            raise ValueError(explain_error(part.__qualname__, f"a result of {result}", needed, "Return the matrix"))
         # Cast before transposing: torch transposes fast only within one dtype.
         oriented(matrix).copy_(changed[0].to(matrix.dtype))
 

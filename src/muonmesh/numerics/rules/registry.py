@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from muonmesh.errors import explain_error
 from muonmesh.numerics.rules.elementwise import ElementwiseRule
+from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.numerics.rules.rule import Hyperparameters, Rule, check_keeps
 
 Algorithm: TypeAlias = Literal[
@@ -61,11 +62,17 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
         algorithm: The name.
 
     Raises:
-        ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist.
-        TypeError: the class is no dataclass derived from `Rule` or `ElementwiseRule`, has `Rule.summands` without
-            `Rule.apply`, has a `Rule.apply` that takes no sums, has a method whose name is nearly that of a method of
-            `Rule` or that a step does not call any more, or is an `ElementwiseRule` without `ElementwiseRule.update`.
+        ValueError: the name is taken by a rule of muonmesh, or `Rule.keeps` names a kind that does not exist, or leaves
+            out the momentum that `MuonRule.fold` writes.
+        TypeError: the name is no string. The class is no dataclass derived from `Rule` or `ElementwiseRule`, has
+            `Rule.summands` without `Rule.apply`, has a `Rule.apply` that takes no sums, has a method whose name is
+            nearly that of a method of `Rule` or that a step does not call any more, or is an `ElementwiseRule` without
+            `ElementwiseRule.update`.
     """
+    name: object = algorithm
+    if not isinstance(name, str):
+        fault = "a class" if isinstance(name, type) else repr(name)
+        raise TypeError(explain_error("register_rule", fault, "a name", 'Write @muonmesh.register_rule("my-rule")'))
     subject = f"register_rule({algorithm!r})"
 
     def register(rule: type[AnyRule]) -> type[AnyRule]:
@@ -76,10 +83,18 @@ def register_rule(algorithm: str) -> Callable[[type[AnyRule]], type[AnyRule]]:
             raise TypeError(explain_error(subject, fault, needed, write))
         with suppress(AttributeError):  # of a setting without a default: a group says it, and is checked too
             check_keeps(by_defaults(rule))
+            _check_momentum(rule)
         RULES[algorithm] = rule
         return rule
 
     return register
+
+
+def _check_momentum(rule: type) -> None:
+    """Raise ValueError if a rule inherits `MuonRule.fold`, and its `Rule.keeps` has no momentum."""
+    if issubclass(rule, MuonRule) and rule.fold is MuonRule.fold and "momentum_buffer" not in by_defaults(rule).keeps():
+        needed, write = "the momentum, which MuonRule.fold writes", "Write return {**super().keeps(), ...}"
+        raise ValueError(explain_error(f"{rule.__name__}.keeps", "no 'momentum_buffer'", needed, write))
 
 
 def _faults(rule: type) -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -76,6 +76,13 @@ class Hyperparameters:
         Raises:
             TypeError: the group lacks the key of a field without a default.
         """
+        for key, rule_field in _read(cls).items():
+            if key not in group and rule_field.default is rule_field.default_factory is MISSING:
+                needed, write = (
+                    "its value: it has no default",
+                    f'Write muon={{"{key}": ...}} in from_model, or put it into a group',
+                )
+                raise TypeError(explain_error(f"a group of {cls.__name__}", f"no {key!r}", needed, write))
         values = {rule_field.name: plain(group[key]) for key, rule_field in _read(cls).items() if key in group}
         if isinstance(values["lr"], Tensor):  # one with a dim would have weights computed in its own dtype
             values["lr"] = values["lr"].reshape(())

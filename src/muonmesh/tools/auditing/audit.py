@@ -24,6 +24,7 @@ from muonmesh.groups import split_params
 from muonmesh.layout import Layout
 from muonmesh.names import canonical_name, names_matching, patterns, starred
 from muonmesh.numerics.kernels.threads import plain_modes
+from muonmesh.numerics.rules import is_matrix_rule
 from muonmesh.table import aligned
 from muonmesh.tools.auditing.judge import AS_STORED, Judgement, Verdict, judge
 from muonmesh.tools.auditing.probe import gathered, give_gradient, probing_gradient, restored, step_all
@@ -169,7 +170,8 @@ def audit(
     Args:
         optimizer: Any `torch.optim.Optimizer`, or a sequence of the optimizers that train the model together.
         model: The model, wrapped and sharded as it is trained.
-        groups: How the weights should be treated, as param groups of muonmesh. Default: ``split_params(model)``.
+        groups: How the weights should be treated, as param groups of muonmesh. Default: what you told a `Muon` or a
+            forward showed it; otherwise ``split_params(model)``.
         layouts: Where plain local shards live, as for `Muon`.
 
     Raises:
@@ -206,6 +208,7 @@ class _Watch:
     def __init__(
         self, optimizers: list[Any], model: nn.Module, groups: Sequence[Mapping[str, Any]] | None, layouts: Any
     ) -> None:
+        own_groups = [] if groups is not None else [group for owner in optimizers for group in _groups_of(owner)]
         groups = split_params(model) if groups is None else groups
         self.optimizers = optimizers
         self.weights: dict[str, Tensor] = {}
@@ -227,6 +230,12 @@ class _Watch:
             muon = group["algorithm"] != "adamw"
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
             right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
+        for group in own_groups:  # by the user or by a forward, which is no guess
+            specs = group.get("matrices") or [None] * len(group["params"])
+            for name, parameter, reason, spec in zip(*(group[key] for key in _OF_EACH), specs, strict=True):
+                if self.weights.get(name) is parameter and not reason.endswith("; a guess"):
+                    right[name] = is_matrix_rule(group["algorithm"]), spec
+                    self.guesses = tuple(guess for guess in self.guesses if guess != name)
         id_sets = [{id(p) for group in owner.param_groups for p in group["params"]} for owner in self.optimizers]
         for name, storage in self.storages.items():
             holders = sum(id(self.weights[name]) in ids for ids in id_sets)
@@ -305,6 +314,14 @@ class _Watch:
         if facts.holders == 0 and result.verdict == "does not move":
             return replace(result, verdict="not in the optimizer")
         return replace(result, verdict="twice") if facts.holders > 1 and result.verdict != "does not move" else result
+
+
+_OF_EACH = ("param_names", "params", "reasons")
+
+
+def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the groups of a `Muon` that `muonmesh.split_params` has made; none of other optimizers."""
+    return [group for group in optimizer.param_groups if group.keys() >= {"algorithm", *_OF_EACH}]
 
 
 def _summed(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -122,4 +122,5 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
 """The commands, each with examples at the end of its help text."""
 
 for command, lines in COMMANDS.items():
-    app.command(epilog=examples(*lines))(complaining(command))
+    to_script = {"ignore_unknown_options": True} if command is audit else {}  # they are the script's
+    app.command(epilog=examples(*lines), context_settings=to_script)(complaining(command))

@@ -19,7 +19,10 @@ def audit(
         Path, typer.Argument(help="A training script, which runs until its first step.", show_default=False)
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script. Write -- before options.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Arguments of the script, options too. Write -- before --json or --help.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, each weight by its name.")] = False,
 ) -> None:
