@@ -195,6 +195,53 @@ def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
         assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5)
 
 
+def of_inference(gradient: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return gradient.clone()
+
+
+UNWRITABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda gradient: gradient[:1].expand(gradient.shape),
+    "of inference": of_inference,
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_written_on_one_rank_is_scaled_in_a_copy(kind: str) -> None:
+    """It had raised torch's error on this rank alone, after the ranks had agreed, and the others waited."""
+    weights = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3, 5))]
+    optimizer = mm.Muon([{"params": [("a", weights[0]), ("b", weights[1])]}], process_group="world")
+    row = torch.arange(1.0, 7.0).expand(4, 6).clone()
+    unwritten = UNWRITABLE[kind](row) if dist.get_rank() == 1 else row.clone()
+    weights[0].grad, weights[1].grad = unwritten, torch.ones(3, 5)
+    norm = math.sqrt(4 * 91 + 15)
+    assert float(optimizer.clip_grad_norm_(1.0, policy="all")) == pytest.approx(norm)
+    for weight, gradient in zip(weights, (row, torch.ones(3, 5)), strict=True):
+        assert weight.grad is not None
+        assert torch.allclose(weight.grad, gradient / norm, rtol=1e-6)
+    if dist.get_rank() == 1:
+        assert torch.equal(unwritten, row)
+    optimizer.step()  # the next meeting of the ranks
+
+
+@pytest.mark.parametrize("policy", ["all", "separate"])
+def test_a_gradient_that_two_parameters_share_is_scaled_once(policy: Any) -> None:
+    """``torch.autograd.grad`` returns one tensor for both summands of a sum."""
+    a, b, bias = (nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (4, 6), (24,)))
+    matrices: dict[str, Any] = {"params": [("a", a), ("b", b)]}
+    optimizer = mm.Muon([matrices, {"params": [("bias", bias)], "algorithm": "adamw"}])
+    shared = torch.arange(1.0, 25.0)
+    a.grad = b.grad = shared.view(4, 6)
+    bias.grad = shared
+    square = float(shared.square().sum())
+    norms = {"all": (math.sqrt(3 * square),) * 2, "separate": (math.sqrt(2 * square), math.sqrt(square))}[policy]
+    optimizer.clip_grad_norm_(1.0, policy=policy)
+    for weight, norm in ((a, norms[0]), (b, norms[0]), (bias, norms[1])):
+        assert weight.grad is not None
+        assert torch.allclose(weight.grad.view(-1), torch.arange(1.0, 25.0) / norm, rtol=1e-6)
+
+
 def with_gradient(mesh: DeviceMesh, placement: Placement, gradient: Tensor) -> nn.Parameter:
     """Ones on a mesh, with a gradient."""
     parameter = nn.Parameter(distribute_tensor(torch.ones_like(gradient), mesh, [placement], src_data_rank=None))

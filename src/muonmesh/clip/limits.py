@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -15,7 +16,7 @@ from muonmesh.clip.norm_means import limits_from
 from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import local_of, shares_memory
 from muonmesh.errors import explain_error
 
 
@@ -178,6 +179,9 @@ def scale_groups(
 ) -> None:
     """Multiply the gradients of each group by their coefficient.
 
+    A gradient that shares memory with another one, or among its own elements, is not written, nor is an inference
+    tensor: a scaled copy takes its place.
+
     Args:
         groups: The param groups.
         source: The source of the gradients.
@@ -188,9 +192,26 @@ def scale_groups(
         for position, coefficient in coefficients.items()
         if coefficient.device.type != "cpu" or float(coefficient) != 1
     }
-    for group in groups if coefficients else ():
-        for parameter in group["params"]:
-            position = place_of(group, str(group.get("name")), parameter, source)
-            if position in coefficients and (gradient := source.gradient(parameter)) is not None:
-                multiply(local_of(gradient), coefficients[position])
-                source.write(parameter, gradient)
+    if not coefficients:
+        return
+    gradients = [
+        (parameter, gradient, place_of(group, str(group.get("name")), parameter, source))
+        for group in groups
+        for parameter in group["params"]
+        if (gradient := source.gradient(parameter)) is not None
+    ]
+    uses = Counter(local_of(gradient).data_ptr() for _, gradient, _ in gradients)
+
+    def in_place(gradient: Tensor) -> bool:
+        local = local_of(gradient)
+        alone = uses[local.data_ptr()] == 1 and not shares_memory(local)
+        return not local.numel() or (alone and not local.is_inference())
+
+    scaled = [
+        (parameter, gradient if in_place(gradient) else gradient.clone(), coefficients[position])
+        for parameter, gradient, position in gradients
+        if position in coefficients
+    ]
+    for parameter, gradient, coefficient in scaled:
+        multiply(local_of(gradient), coefficient)
+        source.write(parameter, gradient)

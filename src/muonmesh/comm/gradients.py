@@ -55,7 +55,7 @@ class GradientSource(Protocol):
         Args:
             parameter: The parameter whose gradient it is.
             gradient: The tensor that `gradient` returned, scaled in place; or a copy, if that tensor had other strides
-                or placements than the parameter.
+                or placements than the parameter, or could not be scaled in place.
         """
 
     def name(self, parameter: Tensor) -> str | None:

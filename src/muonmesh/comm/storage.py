@@ -39,6 +39,16 @@ def is_freed(local: Tensor) -> bool:
     return local.untyped_storage().nbytes() < (local.storage_offset() + last + 1) * local.itemsize
 
 
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor may have the same place in memory."""
+    reach = 0  # the largest distance of two elements along the dims so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
 @dataclass(frozen=True)
 class Storage:
     """The layout, global shape, mesh and placements of a parameter or of a tensor of its state.

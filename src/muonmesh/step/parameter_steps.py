@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.communicator import Communicator
-from muonmesh.comm.storage import Storage, is_freed, local_of, this_rank
+from muonmesh.comm.storage import Storage, is_freed, local_of, shares_memory, this_rank
 from muonmesh.comm.views import view_in_storage
 from muonmesh.errors import LayoutError, StateError, about, explain_error
 from muonmesh.layout import Matrix, Piece
@@ -148,7 +148,7 @@ def check_parameter(entry: ParameterStep) -> None:
         needed = "a dense tensor made outside of torch.inference_mode, which a step can write"
         write = "Write parameter.data = parameter.data.to_dense().clone() outside of torch.inference_mode"
         raise TypeError(explain_error(name, problem, needed, write))
-    if not local.is_contiguous() and _shares_memory(local):
+    if not local.is_contiguous() and shares_memory(local):
         problem = f"shape {tuple(local.shape)} with strides {local.stride()}, so that several elements share memory"
         write = "Write parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
         raise LayoutError(explain_error(name, problem, "memory for each element", write))
@@ -175,16 +175,6 @@ def _has(form: StateForm, value: object) -> bool:
     if not (alike and local.layout is torch.strided and local.is_contiguous() and not local.is_inference()):
         return False
     return not is_freed(local)
-
-
-def _shares_memory(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor may have the same place in memory."""
-    reach = 0  # the largest distance of two elements along the dims so far
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 # ---------------------------------------------------------------- matrices of parameters
