@@ -296,7 +296,8 @@ def sharded(config: TransformerConfig, ddp: DistributedDataParallelConfig, model
     ddp.data_parallel_sharding_strategy, ddp.use_distributed_optimizer = strategy, True
     ddp.overlap_grad_reduce = ddp.overlap_param_gather = strategy == "optim_grads_params"
     wrapped = FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
-    config.no_sync_func = wrapped.no_sync
+    if ddp.overlap_grad_reduce:  # as Megatron-LM's scripts: otherwise gradients would be reduced twice
+        config.no_sync_func = wrapped.no_sync
     return wrapped
 
 
