@@ -44,7 +44,7 @@ from muonmesh.step.parameters import Collected, ReadyParameters, collect, rememb
 from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import preflight, stand_aside
 from muonmesh.step.replicas import fingerprints
-from muonmesh.step.runtime import Clip, Requested, Runtime
+from muonmesh.step.runtime import UNCLIPPED, Clip, Requested, Runtime
 from muonmesh.step.state_layout import Precision
 from muonmesh.step.untrained import PATIENCE, IdleParameters, warn_of_unsuited
 
@@ -252,7 +252,7 @@ class Muon(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the result of clipping that the next step would read."""
-        self._runtime.clip = Clip()
+        self._runtime.clip = UNCLIPPED
         super().zero_grad(set_to_none)
         if self._runtime.source is not PARAMETER_GRAD:
             for group in self.param_groups:
@@ -289,11 +289,10 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_step(scaler)
+        with alone(), plain_modes():
+            self._take_step(scaler)
         return loss
 
-    @alone()
-    @plain_modes()
     def _take_step(self, scaler: torch.amp.grad_scaler.GradScaler | None) -> None:
         """Agree with all ranks, and let the exchange do the rest, bucket by bucket.
 
@@ -316,7 +315,7 @@ class Muon(torch.optim.Optimizer):
             needed = "it outside of one, since a replay would repeat its learning rate"
             write = "Capture forward and backward only"
             raise RuntimeError(explain_error("step()", "in a CUDA graph capture", needed, write))
-        (clip, runtime.clip), stages = (runtime.clip, Clip()), runtime.driver.stages
+        (clip, runtime.clip), stages = (runtime.clip, UNCLIPPED), runtime.driver.stages
         try:
             agreed = self._preflight(clip)
         except Exception:

@@ -62,6 +62,9 @@ def answers(per_rank: list[dict[str, Any]], reduction: str, tensors: bool) -> di
     tensors_told |= {f"{name} differs": agreed.differs(name) for name in ("alike", "number")}
     tensors_told |= {"differs": agreed.differs().any(), "error or one": agreed.any("error", "one")}
     assert all(answer.dtype == torch.bool for answer in tensors_told.values())
+    assert {name: agreed.says(name) for name in single} == {name: tensors_told[name].item() for name in single}
+    assert agreed.says("error", "one") == tensors_told["error or one"].item()
+    assert agreed.on_host("some") == tensors_told["each some"].tolist()
     return {name: answer.tolist() for name, answer in tensors_told.items()}
 
 

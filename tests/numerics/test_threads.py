@@ -84,6 +84,24 @@ def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tu
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
 
 
+def test_batches_that_change_threads_have_the_bits_of_one_thread() -> None:
+    # Each thread has memory of its own, so the views of a batch in the last step may be in another thread's memory.
+    def trained_by(count: int) -> list[Tensor]:
+        torch.set_num_threads(count)
+        generator = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(8 + n, 40 - n, generator=generator)) for n in range(30)]
+        optimizer = mm.Muon(weights, lr=0.1)
+        for _ in range(12):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    expected = trained_by(1)
+    for count in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(expected, trained_by(count), strict=True))
+
+
 def working(count: int) -> set[tuple[int, int]]:
     """The threads that work for a caller with `count` torch threads, and how many torch threads each of them has."""
     torch.set_num_threads(count)

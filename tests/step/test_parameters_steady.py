@@ -15,16 +15,20 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import muonmesh as mm
+from muonmesh.comm import views
 from muonmesh.numerics.rules import RULES
 from muonmesh.settings import reading
 from muonmesh.settings.checks import check_group
-from muonmesh.step import parameters
+from muonmesh.step import parameters, replicas
+from tests.support.on_ranks import on_ranks
 from tests.support.tensors import random_step, weights_and_state
 
 COVERS = (
     "step.parameters.ReadyParameters",
     "step.parameters.steady",
     "settings.reading.GroupRead",
+    "comm.views.Elements",
+    "step.replicas.said_of_settings",
 )
 
 
@@ -58,6 +62,37 @@ def test_a_steady_step_looks_at_nothing_again(monkeypatch: pytest.MonkeyPatch) -
     for number in range(1, 4):
         random_step(optimizer, number)
     assert len(names) == 4
+
+
+def test_a_steady_step_makes_no_view_of_memory_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[object] = []
+    in_buffer = views.in_buffer
+    monkeypatch.setattr(views, "in_buffer", lambda buffer, row: rows.append(row) or in_buffer(buffer, row))
+    optimizer = mm.Muon([nn.Parameter(torch.randn(6, 9))], lr=0.1)  # one batch, which is always on this thread
+    random_step(optimizer, 0)
+    first = len(rows)
+    assert first > 0
+    random_step(optimizer, 1)
+    assert len(rows) == first
+
+
+@on_ranks(2)
+def test_a_steady_step_tells_settings_only_if_they_have_changed() -> None:
+    rules: list[object] = []
+    text_of_rule = replicas._text_of_rule
+    _, optimizer = weights_and_optimizer()
+    optimizer.process_group = "world"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_text_of_rule", lambda rule: rules.append(rule) or text_of_rule(rule))
+        random_step(optimizer, 0)
+        random_step(optimizer, 1)
+        before = len(rules)
+        random_step(optimizer, 2)
+        assert len(rules) == before > 0
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
+        with pytest.raises(mm.PlanError, match="lr"):
+            random_step(optimizer, 3)
+        assert len(rules) > before
 
 
 def test_a_steady_step_reads_only_groups_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.runtime import Clip, Runtime
+from muonmesh.step.runtime import UNCLIPPED, Runtime
 from muonmesh.step.state_layout import Precision, StateForm, check_state
 
 Boxes = dict[tuple[int, ...], Tensor]
@@ -268,7 +268,7 @@ class CheckpointedOptimizer:
         """Mark weights, state and settings as complete, because a load has written them."""
         for muon in self.muons:
             runtime = muon._runtime
-            runtime.interrupted, runtime.loaded, runtime.clip = None, True, Clip()
+            runtime.interrupted, runtime.loaded, runtime.clip = None, True, UNCLIPPED
 
     def renamed(self, model: nn.Module) -> dict[str, str]:
         """Return the checkpoint's names of tensors that the model names differently, by the model's canonical names.

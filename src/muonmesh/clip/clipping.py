@@ -24,7 +24,7 @@ from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.step.planning import StepPlan
 from muonmesh.step.preflight import host_waits
-from muonmesh.step.runtime import Clip, Runtime
+from muonmesh.step.runtime import UNCLIPPED, Clip, Runtime
 
 
 def clip_gradients(
@@ -68,7 +68,7 @@ def clip_gradients(
         if not follows:
             return None
         limits.check()
-        return limits.grad_norms(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), Clip()
+        return limits.grad_norms(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), UNCLIPPED
     wrong: Exception | None = None  # a wrong argument, which all ranks have
     if optimizer is not None:
         error = add_squares(planned, optimizer.param_groups, source, limits.measured, sums)

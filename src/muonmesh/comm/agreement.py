@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +95,8 @@ class Agreement:
             answers_by_name: What this rank says, by name; nothing to other questions.
             device: The device of the result.
         """
-        host, later = memoryview(bytearray(self.single + 2 * self.pairs)), list[tuple[slice, Tensor]]()
+        host = memoryview(bytearray(self.single + 2 * self.pairs))
+        later: list[tuple[slice, Tensor]] = []
         for name, answers in answers_by_name.items():
             for answer, places in enumerate((self.zeros, self.ones)):
                 if answers is None or name not in places:
@@ -124,11 +127,28 @@ class Agreement:
         return reduced[: values.numel()].view(values.shape), Agreed(self, reduced[values.numel() :])
 
 
-class Agreed(NamedTuple):
-    """The reduced flags of an `Agreement`. Answers are bool tensors on the device, for which the CPU does not wait."""
+@dataclass(frozen=True, eq=False)
+class Agreed:
+    """The reduced flags of an `Agreement`. Answers are bool tensors on the device, for which the CPU does not wait.
+
+    It waits for the answers of `on_host` and `says`, which are to questions of kind "any". All of these are read once.
+    """
 
     agreement: Agreement
     flags: Tensor
+
+    @cached_property
+    def _on_host(self) -> list[Any]:
+        numbers: list[Any] = self.flags[: self.agreement.single].tolist()
+        return numbers
+
+    def on_host(self, name: str) -> list[bool]:
+        """Return for each question of a name whether any rank says yes."""
+        return [number != 0 for number in self._on_host[self.agreement.ones[name]]]
+
+    def says(self, *names: str) -> bool:
+        """Return whether any rank says yes to any question of these names."""
+        return any([any(self._on_host[self.agreement.ones[name]]) for name in names])
 
     def answers(self, name: str) -> Tensor:
         """Return for each question of a name whether any rank says yes, or 1."""
@@ -153,5 +173,5 @@ class Agreed(NamedTuple):
             follows: Whether this rank follows the plan.
         """
         if waits:
-            return bool(self.any("replan"))
+            return self.says("replan")
         return not follows and not bool(self.any("follows", "error"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,17 @@ class _UnderWay:
     send: Tensor | None = None
 
 
+class _BatchInMemory(NamedTuple):
+    """A local batch in memory for its matrices and results, with views of both: by shape, and of its pieces."""
+
+    matrices: Tensor
+    results: Tensor
+    matrices_by_shape: Sequence[Tensor]
+    results_by_shape: Sequence[Tensor]
+    reads: Elements
+    writes: Elements
+
+
 class Exchange:
     """Replays a `Schedule`: gather the pieces of each matrix to its owner, orthogonalize, scatter the results.
 
@@ -84,6 +95,7 @@ class Exchange:
     ) -> None:
         self.plan, self.group, self.communicator = plan, group, Communicator(plan.ranks, group)
         self._dtype, self._device, self._batching = dtype, device, batching
+        self._batches: dict[LocalBatch, _BatchInMemory] = {}  # as the last step had them on a CPU
         self._sums = MatrixSums(plan, rank=self.communicator.rank, device=device)
         beside = FactoredPlan.beside(plan)
         self._carried = None if beside is None else FactoredExchange(beside, self.communicator, factored_dtype, device)
@@ -149,19 +161,25 @@ class Exchange:
         self._run_costly(tasks)
 
     def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
-        numel = (sum(map(math.prod, batch.shapes)),)
-        memory = [scratch(role, numel, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
-        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
+        shape, dtype, device = (batch.numel,), self._dtype, self._device
+        x = scratch("matrices", shape, dtype=dtype, device=device)
+        out = scratch("results", shape, dtype=dtype, device=device)
+        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), (x, out))
 
     def _run_in_memory(
         self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
     ) -> None:
-        callbacks.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        callbacks.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes))
-        updates = Elements(batch.writes, (out,))
+        views = self._batches.get(batch)
+        if views is None or views.matrices is not x or views.results is not out:
+            batches = by_shape(x, batch.shapes), by_shape(out, batch.shapes)
+            views = _BatchInMemory(x, out, *batches, Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
+            if x.is_cpu:  # where the same memory serves every step (`scratch`)
+                self._batches[batch] = views
+        callbacks.prepare(batch.assignments, views.reads, ahead)
+        callbacks.compute(batch.assignments, views.matrices_by_shape, views.results_by_shape)
         if batch.summed:
-            self._sums.take(batch.summed, updates, callbacks.summands)
-        callbacks.finalize(updates)
+            self._sums.take(batch.summed, views.writes, callbacks.summands)
+        callbacks.finalize(views.writes)
 
     def _run_costly(self, tasks: Sequence[tuple[Sequence[int], Callable[[], None]]]) -> None:
         """Run tasks, each given with its matrices: on a CPU the costliest first, each on a thread of its own."""
@@ -197,7 +215,7 @@ class Exchange:
 
     def _orthogonalize(self, batches: Sequence[Batch], callbacks: StepCallbacks) -> tuple[Tensor, ...]:
         """Orthogonalize batches, each in a task of its own, and return the results."""
-        tasks = list[tuple[Sequence[int], Callable[[], None]]]()
+        tasks: list[tuple[Sequence[int], Callable[[], None]]] = []
         for x, out, numbers, shapes in batches:
             tasks.append((numbers, partial(callbacks.compute, numbers, by_shape(x, shapes), by_shape(out, shapes))))
             self.communicator.counts.orthogonalized += len(numbers)

@@ -191,8 +191,7 @@ def seconds_of_collectives() -> float:
 # ------------------------------------------------------------------ collectives that fail
 
 
-@contextmanager
-def naming_missing_ranks(ranks: Sequence[int], key: str, when: str, name: str) -> Iterator[None]:
+class naming_missing_ranks:
     """Turn the error of a failed collective into a PlanError that names the collective, its step and missing ranks.
 
     gloo raises an error on every waiting rank when its timeout is over or a connection breaks. Each of these ranks then
@@ -209,12 +208,19 @@ def naming_missing_ranks(ranks: Sequence[int], key: str, when: str, name: str) -
         PlanError: the collective failed; its cause is torch's RuntimeError.
         torch.OutOfMemoryError: this rank has no memory for it, whoever else has come.
     """
-    try:
-        yield
-    except (PlanError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        text = f"The ranks {ranks_as_text(ranks)} did not meet in {name}. {_who_is_missing(ranks, key, when, name)}. "
+
+    def __init__(self, ranks: Sequence[int], key: str, when: str, name: str) -> None:
+        self._collective = ranks, key, when, name
+
+    def __enter__(self) -> None:
+        """Begin the collective."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Raise the PlanError if the collective has failed."""
+        if not isinstance(error, RuntimeError) or isinstance(error, PlanError | torch.OutOfMemoryError):
+            return
+        ranks, _, when, name = self._collective
+        text = f"The ranks {ranks_as_text(ranks)} did not meet in {name}. {_who_is_missing(*self._collective)}. "
         text += "Every rank must call the optimizer as often as the others. If a rank has died, its launcher names it. "
         text += f"The cause as torch tells it: {reason(error)}"
         raise PlanError(about(when, text)) from error

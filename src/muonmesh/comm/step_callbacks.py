@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -28,6 +30,11 @@ class LocalBatch:
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
+
+    @cached_property
+    def numel(self) -> int:
+        """The number of elements of the matrices."""
+        return sum(map(math.prod, self.shapes))
 
 
 class Batching:

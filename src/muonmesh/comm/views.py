@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,12 +32,18 @@ class Elements:
 
     table: PieceTable
     buffers: Sequence[Tensor]
+    # By the identity of a row, which lives as long as its view.
+    _views: dict[int, tuple[Row, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def view(self, row: Row) -> Tensor | None:
         """Return a view of a row's elements in its buffer, in the shape of its piece; None if it is in no buffer."""
+        if (entry := self._views.get(id(row))) is not None:
+            return entry[1]
         if row.buffer == NOWHERE:
             return None
-        return in_buffer(self.buffers[row.buffer], row)
+        view = in_buffer(self.buffers[row.buffer], row)
+        self._views[id(row)] = row, view
+        return view
 
     def __iter__(self) -> Iterator[tuple[Row, Tensor]]:
         """Iterate over the rows that are in a buffer, with their views."""

@@ -40,6 +40,8 @@ Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
 better of the two."""
 
+_AS_IT_IS = nullcontext()
+
 # Where Gram is faster (measured): from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
 
@@ -219,7 +221,7 @@ class Orthogonalizer:
     def exactly(self) -> AbstractContextManager[None]:
         """Return a block in which torch multiplies this dtype as such, whatever is set for the model."""
         counts = self.dtype in (torch.float32, torch.float16) and self.products.by_torch
-        return exact_products(self.dtype) if counts else nullcontext()
+        return exact_products(self.dtype) if counts else _AS_IT_IS
 
     def __call__(self, x: Tensor, *, out: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """Return the orthogonal factor of each matrix of this shape, in `plain_modes`; see `orthogonalize`."""
@@ -241,20 +243,15 @@ class Orthogonalizer:
 
         Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
         """
-        with self.exactly():
-            run, limit, tensors = partial(self._run, overwrite=overwrite), self.products.batch_limit, [*matrices, *out]
-            fits = len(out) > 1 or 0 < len(out[0]) <= limit
-
-            def run_all() -> None:
-                for start in (0,) if fits else range(0, len(out[0]), limit):
-                    run(*(tensors if fits else (tensor[start : start + limit] for tensor in tensors)))
-
-            if self.repeats and fits:
-                run_again(self._recordings, run, tensors, overwrite)
-            elif self.products.one_thread:
-                run_on_one_thread(run_all, device=self.device)
-            else:
-                run_all()
+        limit, tensors = self.products.batch_limit, (*matrices, *out)
+        if len(out) == 1 and not 0 < out[0].shape[0] <= limit:
+            for start in range(0, out[0].shape[0], limit):
+                self._run(*(tensor[start : start + limit] for tensor in tensors), overwrite=overwrite)
+        elif self.repeats:
+            with self.exactly():
+                run_again(self._recordings, partial(self._run, overwrite=overwrite), tensors, overwrite)
+        else:
+            self._run(*tensors, overwrite=overwrite)
 
     def _run(self, *tensors: Tensor, overwrite: bool) -> None:
         """Orthogonalize the first half of the tensors, one for each shape, into the others."""
@@ -262,12 +259,19 @@ class Orthogonalizer:
         small = self.products.small
         if small is not None and self.quintics and matrices[0].dtype in small.dtypes:
             small.run(matrices[0], out[0], self.quintics)
-        elif self.on_device:
-            iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
-            iteration.run(matrices, out, overwrite=overwrite)
+        elif self.products.one_thread:
+            run_on_one_thread(partial(self._iterate, matrices, out, overwrite), device=self.device)
         else:
-            alone = CpuIteration(self.prepared, self.segments, self.products, self.dtype)
-            alone.run(matrices[0], out[0], overwrite=overwrite)
+            self._iterate(matrices, out, overwrite)
+
+    def _iterate(self, matrices: Sequence[Tensor], out: Sequence[Tensor], overwrite: bool) -> None:
+        with self.exactly():
+            if self.on_device:
+                iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
+                iteration.run(matrices, out, overwrite=overwrite)
+            else:
+                alone = CpuIteration(self.prepared, self.segments, self.products, self.dtype)
+                alone.run(matrices[0], out[0], overwrite=overwrite)
 
 
 def resolve_method(

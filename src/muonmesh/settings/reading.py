@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -22,8 +23,8 @@ class GroupRead:
 
     Attributes:
         keys: Its keys.
-        contents: Its contents (`_contents`), which stay alive, so that no other object takes the identity of one of
-            them. Empty if some of them could change in place: then every step reads the group.
+        contents: Its values, which stay alive like the entries of its lists, so that no other object takes the identity
+            of one of them. Empty if some of them could change in place: then every step reads the group.
         rule: The snapshot of its rule.
         at_rest: Whether its learning rate is exactly 0.
         terms: What a plan depends on, see `plan_terms`.
@@ -37,13 +38,18 @@ class GroupRead:
         check_structure(subject, group)
         self.rule = check_group(subject, group, read=False)
         fixed = all([key == "params" or _is_fixed(value, lists=True) for key, value in group.items()])
-        self.keys, self.contents = [*group], _contents(group) if fixed else []
+        self.keys, self.contents = [*group], [*group.values()] if fixed else []
+        self._lists = [value for value in self.contents if type(value) is list]
+        self._lengths, self._entries = [*map(len, self._lists)], [*chain.from_iterable(self._lists)]
         self.at_rest, self.terms = float(group["lr"]) == 0, plan_terms(group, self.rule)
 
     def is_current(self, group: Mapping[str, Any]) -> bool:
         """Return whether a group holds the same objects, none of which can change, and its rule is the same."""
-        contents = _contents(group)
-        if len(contents) != len(self.contents) or not all(map(is_, contents, self.contents)):
+        if len(group) != len(self.contents) or not all(map(is_, group.values(), self.contents)):
+            return False
+        if [*map(len, self._lists)] != self._lengths:  # an entry has moved to another list, say
+            return False
+        if not all(map(is_, chain.from_iterable(self._lists), self._entries)):
             return False
         return [*group] == self.keys and RULES.get(group["algorithm"]) is type(self.rule)
 
@@ -83,9 +89,10 @@ def read_groups(
         last: What the last step has read. Groups that have not changed since then are taken from it.
     """
     error: Exception | None = None
-    before, groups_read = () if last is None else last.groups, list[GroupRead]()
+    before: Sequence[GroupRead] = () if last is None else last.groups
+    groups_read: list[GroupRead] = []
     try:
-        if any(_version(tensor) != version for tensor, version in replaced.items()):
+        if replaced and any(_version(tensor) != version for tensor, version in replaced.items()):
             replaced.update({tensor: _version(tensor) for tensor in replaced})
             problem = "a change in place of a tensor that was given as lr of several groups, which have copies of it"
             write = 'Write for group in optimizer.param_groups: group["lr"].fill_(...)'
@@ -119,17 +126,8 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
 # ------------------------------------------------------------------ how a change of a group is seen
 
 
-def _contents(group: Mapping[str, Any]) -> list[object]:
-    """Return all values of a group; after each list its entries, so that none can move to another list unseen."""
-    contents = list[object]()
-    for value in group.values():
-        contents.append(value)
-        contents += value if type(value) is list else ()
-    return contents
-
-
 def _is_fixed(value: object, *, lists: bool = False) -> bool:
-    """Return whether a value cannot change in place. ``lists``: a list of such values, of which `_contents` knows."""
+    """Return whether a value cannot change in place; or, with ``lists``, is a list of such values."""
     inside = value if type(value) is tuple or (lists and type(value) is list) else None
     return type(value) in (int, float, bool, str, type(None)) if inside is None else all(map(_is_fixed, inside))
 

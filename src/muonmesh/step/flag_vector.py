@@ -113,8 +113,8 @@ class Flags:
         nonzero: For each Matrix whether any rank has a non-zero gradient in it: booleans. If the CPU does not wait for
             the flags (CUDA), a bool tensor (n,), whose entries are false too if ``stop`` is true.
         skip: Whether any rank wants this step to change nothing.
-        overflow: Whether any rank's GradScaler has found an overflow: a 0-d bool tensor. None: this rank shares no
-            parameter with other ranks and has no GradScaler.
+        overflow: Whether any rank's GradScaler has found an overflow: a 0-d bool tensor. None: this rank has no
+            GradScaler.
         only_creates_state: Whether this is the step by which torch's checkpoint code creates state: learning
             rate 0 and every gradient exactly zero.
         stop: 0-d bool tensor, true if any rank found an error or skips the step; the CPU does not know it yet. None if

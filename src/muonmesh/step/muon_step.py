@@ -8,7 +8,9 @@ together, since a CPU copies them faster than it makes calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ NAMES = {
 }
 """The parts of a step, and their names in the profile after the prefix "muonmesh: "."""
 
+_NO_COPIES: dict[str, list[Tensor]] = {}
+
 Take = Callable[[Sequence[Row], Tensor | None, Sequence[MatrixStep]], bool]
 """Folds or applies rows, given with a view of them in their buffer, and with the matrix of each; or a row that was
 joined from several. Returns False if nothing was done, because tensors of several rows differ."""
@@ -83,6 +87,8 @@ class MuonStep(StepCallbacks):
         elif offload is not None:
             ready.codec = DeviceCopies(offload, planned, ready.entries)
         self.ready, self._by_kernel = ready, ByKernel.where_usable(ready)
+        self.factored_states = StoredFactored(ready)
+        self.summands = RuleSums(ready, self.factored_states)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
         self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
@@ -96,8 +102,8 @@ class MuonStep(StepCallbacks):
             elementwise: One function for each group of an elementwise rule, such as AdamW's; called while the first
                 matrices travel.
         """
-        self._elementwise, factored_states = elementwise, StoredFactored(self.ready)
-        self.factored_states, self.summands = factored_states, RuleSums(self.ready, factored_states)
+        self._elementwise, self.factored_states.owned = elementwise, {}
+        self.summands.sums, self.summands.unsuited = {}, {}
         if self._by_kernel is not None:
             self._by_kernel.begin()
 
@@ -192,7 +198,7 @@ class MuonStep(StepCallbacks):
         if rows is table.rows and self.ready.squares is None and not alone:
             runs: Sequence[Run] = table.derived.get(_RUNS) or table.once(_RUNS, lambda: _runs(self.ready, rows))
         else:
-            runs = [Run((row,)) for row in rows]
+            runs = [Run.of((row,)) for row in rows]
         if len(runs) == 1:
             self._take(elements, take, runs[0])
         else:
@@ -200,14 +206,14 @@ class MuonStep(StepCallbacks):
 
     def _take(self, elements: Elements, take: Take, run: Run) -> None:
         """Take a run, or each row by itself unless all change, as the CPU knows, and none differs from the others."""
-        steps = [self.ready.of(row.assignment) for row in run.rows]
+        steps = [*map(self.ready.of, run.assignments)]
         if len(steps) == 1:
-            take(run.rows, run.view(elements), steps)
+            take(run.rows, elements.view(run.whole), steps)
             return
-        joint, kind = Run(run.rows if run.joined is None else (run.joined,)), steps[0].kind
+        kind = steps[0].kind
         alike = not kind.sums and kind.rounds_to_nearest  # at random, by the place of each element
         alike = alike and all([step.changes and step.mask is None for step in steps])
-        if not alike or not take(joint.rows, joint.view(elements), steps[: len(joint.rows)]):
+        if not alike or not take(run.rows_to_take, elements.view(run.whole), steps[: len(run.rows_to_take)]):
             for row, step in zip(run.rows, steps, strict=True):
                 take((row,), elements.view(row), [step])
 
@@ -219,13 +225,14 @@ class MuonStep(StepCallbacks):
             if into is not None:  # without state no gradient has ever been folded in, so the direction is zero
                 into.zero_()
         elif folds or into is not None:
-            tensors = list[dict[str, Tensor]]()
+            tensors: list[dict[str, Tensor]] = []
             for row, step in zip(rows, steps, strict=True):
                 gradient = step.entry.gradients[step.entry.number]
                 assert gradient is not None
                 momenta = self._views(row, step, MatrixStep.momenta).tensors
                 tensors.append({"": view_in_storage(gradient, row.piece), **momenta})
-            if (columns := _side_by_side(tensors)) is None:
+            columns = (tensors[0], _NO_COPIES) if len(tensors) == 1 else _side_by_side(tensors)
+            if columns is None:
                 return False
             state, originals = columns
             parts.fold(first.kind.rule, state.pop(""), state, active=first.mask, into=into, folds=folds)
@@ -247,8 +254,9 @@ class MuonStep(StepCallbacks):
         if not first.changes:
             return True
         assert update is not None
-        weights = [self._views(row, step, MatrixStep.weights) for row, step in zip(rows, steps, strict=True)]
-        columns = _side_by_side([views.tensors for views in weights])
+        weights = [*map(self._views, rows, steps, repeat(MatrixStep.weights))]
+        single = len(weights) == 1
+        columns = (weights[0].tensors, _NO_COPIES) if single else _side_by_side([views.tensors for views in weights])
         if columns is None:
             return False
         copies, originals = columns
@@ -315,20 +323,26 @@ class Run(NamedTuple):
 
     Attributes:
         rows: Small rows of equal form, one after the other in a table and evenly in a buffer; or any row.
-        joined: All of them as one row, if they lie evenly in one parameter.
+        assignments: The assignment of each.
+        rows_to_take: The same, or as one row if they lie evenly in one parameter.
+        whole: All of them as one row in their buffer, (rows, *shape); a single row as it is.
     """
 
     rows: tuple[Row, ...]
-    joined: Row | None = None
+    assignments: tuple[int, ...]
+    rows_to_take: tuple[Row, ...]
+    whole: Row
 
-    def view(self, elements: Elements) -> Tensor | None:
-        """Return a view of the rows in their buffer, (rows, *shape); of a single row in the shape of its piece."""
-        first = self.rows[0]
-        if len(self.rows) == 1:
-            return elements.view(first)
-        buffer, apart = elements.buffers[first.buffer], self.rows[1].start - first.start
-        shape = len(self.rows), *first.piece.shape
-        return buffer.as_strided(shape, (apart, *first.strides), buffer.storage_offset() + first.start)
+    @staticmethod
+    def of(rows: tuple[Row, ...]) -> Run:
+        """Return the run of rows."""
+        first, assignments = rows[0], tuple(row.assignment for row in rows)
+        if len(rows) == 1:
+            return Run(rows, assignments, rows, first)
+        if (joined := evenly(rows)) is not None:
+            return Run(rows, assignments, (joined,), joined)
+        piece, strides = replace(first.piece, shape=(len(rows), *first.piece.shape)), (rows[1].start - first.start,)
+        return Run(rows, assignments, rows, replace(first, piece=piece, strides=strides + first.strides))
 
 
 def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
@@ -346,7 +360,7 @@ def _runs(ready: ReadyParameters, rows: Sequence[Row]) -> list[Run]:
         else:
             rows_of_runs.append([row])
             last, numel = form, row.piece.numel
-    return [Run(tuple(rows_together), evenly(rows_together)) for rows_together in rows_of_runs]
+    return [Run.of(tuple(rows_together)) for rows_together in rows_of_runs]
 
 
 def _follows(row: Row, run: Sequence[Row]) -> bool:
@@ -359,14 +373,12 @@ def _side_by_side(tensors: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tenso
     """Return the tensors of several rows in one tensor for each key, with the tensors that were copied there.
 
     Args:
-        tensors: The tensors of each row, by key. Those of a single row are returned as they are, and nothing is copied.
+        tensors: The tensors of each row, by key.
 
     Returns:
         None if the rows do not have tensors by the same keys, of one dtype for each.
     """
     first = tensors[0]
-    if len(tensors) == 1:
-        return first, {}
     if any([others.keys() != first.keys() for others in tensors]):
         return None
     columns = {key: [others[key] for others in tensors] for key in first}

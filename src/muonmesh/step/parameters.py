@@ -39,7 +39,7 @@ from muonmesh.step.planning import StepPlan
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import Precision
 
-_DTYPE = attrgetter("dtype")
+_DTYPE, _GRADIENT = attrgetter("dtype"), attrgetter("grad")
 
 
 class Snapshot:
@@ -79,7 +79,7 @@ class Snapshot:
 
     def gradients(self) -> list[Tensor] | None:
         """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
-        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        gradients: list[Any] = [*map(_GRADIENT, self._parameters)]
         kinds = set(map(type, gradients))
         if type(None) in kinds or (self.is_plain and kinds != {Tensor}):
             return None

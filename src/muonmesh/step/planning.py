@@ -74,6 +74,8 @@ class StepPlan:
         collected: The parameters of the last step, if the next step may use all of them again (`parameters.Collected`).
         state_forms: The forms of the state of each parameter, by the identity of its OptimizedParameter, and by whether
             it has master weights (`OptimizedParameter.forms`).
+        said_of_settings: What this rank has last said of its settings, after what that was made of
+            (`replicas.said_of_settings`).
     """
 
     signature: Any
@@ -90,6 +92,7 @@ class StepPlan:
     snapshot: Any = None
     collected: Any = None
     state_forms: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    said_of_settings: tuple[Any, Precision, bool, bytes] | None = None
     _names: list[str] | None = field(default=None, init=False)
 
     def forget_steps(self) -> None:

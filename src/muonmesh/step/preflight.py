@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -95,18 +96,19 @@ def preflight(
     }
     agreed = exchange.communicator.agree(flag_vector.agreement, answers, planned.device)
     raise_errors = partial(_raise_errors, exchange, flag_vector, error, partial(lines, *terms))
-    active, overflowed = agreed.answers("nonzero"), agreed.any("overflow")
+    overflowed = None if overflow is None else agreed.any("overflow")
     if not waits:
         _tell_later(runtime, agreed, raise_errors)
         runtime.last.absent = _absent(entries, agreed, waits=False)
-        return _flags(active, _stops(agreed, "replan", "skip", "overflow"), overflowed, waits=False)
+        stop = _stops(agreed, "replan", "skip", "overflow")
+        return _flags(agreed.answers("nonzero"), stop, overflowed, waits=False)
     raise_errors(agreed)
-    if bool(agreed.any("replan")):
+    if agreed.says("replan"):
         return Flags([], None, replan=True)
     _reduce(entries, flag_vector.partial(agreed))
     runtime.last.absent = _absent(entries, agreed, waits=True)
-    rests = settings.at_rest and not bool(agreed.any("moves"))
-    return _flags(active, agreed.any("skip", "overflow"), overflowed, waits=True, only_creates_state=rests)
+    rests, stops = settings.at_rest and not agreed.says("moves"), agreed.says("skip", "overflow")
+    return _flags(agreed.on_host("nonzero"), stops, overflowed, waits=True, only_creates_state=rests)
 
 
 def host_waits(runtime: Runtime, planned: StepPlan) -> bool:
@@ -185,7 +187,7 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
     lacking = {number: entry for number, entry in enumerate(entries) if entry is not None and not entry.present}
     if not lacking:
         return {}
-    present: Sequence[bool] | Tensor = agreed.answers("present").tolist() if waits else agreed.answers("present")
+    present: Sequence[bool] | Tensor = agreed.on_host("present") if waits else agreed.answers("present")
     absent = dict[Tensor, bool | Tensor]()  # a flat tensor has one gradient for all its parameters
     for number, entry in lacking.items():
         layout, tensor = entry.member.storage.layout, entry.member.tensor
@@ -198,7 +200,7 @@ def _absent(entries: Entries, agreed: Agreed, *, waits: bool) -> dict[Tensor, bo
 
 def _flags(
     active: list[bool] | Tensor,
-    stop: Tensor | None,
+    stop: bool | Tensor | None,
     overflow: Tensor | None,
     *,
     waits: bool,
@@ -207,6 +209,7 @@ def _flags(
     """Return the flags of a step, given the matrices that move and whether it stops; None: nothing can stop it."""
     if not waits:
         assert isinstance(active, Tensor)
+        assert not isinstance(stop, bool)
         return Flags(active if stop is None else active & ~stop, overflow, stop=stop)
     nonzeros: list[bool] = active.tolist() if isinstance(active, Tensor) else active
     return Flags(nonzeros, overflow, stop is not None and bool(stop), only_creates_state and not any(nonzeros))
@@ -254,8 +257,8 @@ def _tell_later(runtime: Runtime, agreed: Agreed, raise_errors: Callable[[Agreed
     """Make every rank raise the errors of the flags when its next step begins, because the CPU does not wait now."""
 
     def say(flags: Tensor) -> None:
-        answers = agreed._replace(flags=flags)
-        if bool(answers.any("replan")) and not bool(answers.any("error")):
+        answers = replace(agreed, flags=flags)
+        if answers.says("replan") and not answers.says("error"):
             text = "Some ranks changed their param groups or parameters since the last step, and other ranks did not. "
             text += "Call add_param_group, and replace parameters, on every rank that shares them, before the same step"
             raise PlanError(about("the groups", text))
@@ -277,9 +280,9 @@ def _raise_errors(
     agreed: Agreed,
 ) -> None:
     """Raise the error that the flags report, if any. All ranks of the exchange call this. The CPU waits."""
-    if not bool(_stops(agreed)):
+    if not agreed.says("error") and not bool(agreed.differs().any()):
         return
-    if bool(agreed.any("error")):
+    if agreed.says("error"):
         gather_objects(None, error, group=exchange.group)
     parameters: list[Parameter | Elementwise] = [*exchange.plan.parameters, *exchange.plan.elementwise]
     for shard in agreed.differs("shard").nonzero().flatten().tolist():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -178,14 +179,18 @@ def said_of_settings(
         precision: The optimizer's dtypes.
         loaded: Whether state has been loaded since the last step.
     """
-    flag_vector, texts = planned.flag_vector, list(map(_text_of_rule, settings.rules))
-    sets = [
-        bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if groups else _SILENT
-        for groups, static in planned.terms
-    ]
+    flag_vector, before = planned.flag_vector, planned.said_of_settings
+    if before is None or before[0] is not settings or before[1] is not precision or before[2] != loaded:
+        texts = list(map(_text_of_rule, settings.rules))
+        sets = [
+            bits_of(f"{static} {precision} {loaded} {[texts[group] for group in groups]}") if groups else _SILENT
+            for groups, static in planned.terms
+        ]
+        before = planned.said_of_settings = settings, precision, loaded, b"".join(sets)
+    *_, digests = before
     if not replicas:
-        return {"settings": b"".join(sets)}
-    values = torch.full((len(sets), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
+        return {"settings": digests}
+    values = torch.full((len(planned.terms), DIGEST), SILENT, dtype=torch.uint8, device=planned.device)
     bits = torch.arange(DIGEST, dtype=torch.int64, device=planned.device)
     for index, (groups, _) in enumerate(planned.terms):
         if groups:
@@ -194,7 +199,7 @@ def said_of_settings(
             for value in (value for number in flag_vector.shared[index] for value in replicas.get(number, {}).values()):
                 mixed = mixed * _MIX + value
             values[index] = mixed >> bits & 1
-    return {"settings": b"".join(sets), "values": values.view(-1)}
+    return {"settings": digests, "values": values.view(-1)}
 
 
 def lines(
@@ -210,11 +215,18 @@ def lines(
     return text_by_name
 
 
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+_names_of_fields: Callable[[Any], tuple[str, ...]] = cache(_fields_of)  # rules are few, and told in many steps
+
+
 def _text_of_rule(rule: Any) -> str:
     """Return the settings of a rule as text, which is the same on every rank with the same settings."""
     if rule is None:
         return "an error"
-    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
+    values = {name: getattr(rule, name) for name in _names_of_fields(type(rule))}
     return ", ".join(f"{name}={_plain(value)!r}" for name, value in (("rule", type(rule).__name__), *values.items()))
 
 

@@ -45,6 +45,10 @@ class Clip(NamedTuple):
     error: Exception | None = None
 
 
+UNCLIPPED = Clip()
+"""What a step reads if nobody has clipped."""
+
+
 class Requested(NamedTuple):
     """What the user has asked for once, in the constructor.
 

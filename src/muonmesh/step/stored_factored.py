@@ -96,17 +96,17 @@ class RuleSums(SumCallbacks):
         ready: The parameters of the step.
         factored_states: State of rules by row, column or matrix.
         unsuited: By assignment, whether a matrix does not suit its rule, 0-d bool tensor.
+        sums: By assignment its sums, and the state that its rule keeps as one number for the matrix.
     """
 
     ready: ReadyParameters
     factored_states: StoredFactored
     unsuited: dict[int, Tensor] = field(default_factory=dict)
-    # By assignment: its sums, and the state that its rule keeps as one number for the matrix.
-    _sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
+    sums: dict[int, tuple[tuple[Tensor, ...], Mapping[str, Tensor]]] = field(default_factory=dict)
 
     def sums_of(self, assignment: int) -> tuple[tuple[Tensor, ...], Mapping[str, Tensor]]:
         """Return the sums over a matrix, and the state that its rule keeps as one number; empty if it takes none."""
-        return self._sums.get(assignment, ((), {}))
+        return self.sums.get(assignment, ((), {}))
 
     def exponents(self, row: Row, update: Tensor, into: Tensor) -> None:
         """Write the largest exponent of a row's summands, for each sum of its rule."""
@@ -141,7 +141,7 @@ class RuleSums(SumCallbacks):
     def take(self, assignment: int, sums: Tensor, numbers: Tensor) -> None:
         """Store the sums and the one-number state of a matrix for `sums_of`, and let the rule update its state."""
         keys, values = self.ready.plan.keys_with_sums(assignment), sums.unbind()
-        self._sums[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
+        self.sums[assignment] = values, dict(zip(keys, numbers.unbind(), strict=True))
         if (matrix_step := self.ready.find(assignment)) is None:
             return
         rule, factored_states = matrix_step.kind.rule, self.factored_states.owned.get(assignment, {})

@@ -61,7 +61,8 @@ _NONE = _Matrix(None, 0, 0)
 
 def _address(tensor: Tensor, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the address of a contiguous tensor. C gets addresses only from this function and from `_matrix`."""
-    _require(tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous(), tensor)
+    if tensor.dtype != dtype or not (tensor.is_cpu and tensor.is_contiguous()):
+        raise _unfit(tensor)
     return tensor.data_ptr()
 
 
@@ -69,15 +70,15 @@ def _matrix(batch: Tensor, shape: tuple[int, ...], *, transposed: bool = False) 
     """Return address and strides of matrices (count, rows, cols), or of their transposes; rows may be apart."""
     step, ld, along = batch.mT.stride() if transposed else batch.stride()
     adjacent = along == 1 or shape[1 if transposed else 2] == 1
-    _require(batch.dtype == torch.bfloat16 and batch.device.type == "cpu" and batch.shape == shape and adjacent, batch)
+    if batch.dtype != torch.bfloat16 or not (batch.is_cpu and batch.shape == shape and adjacent):
+        raise _unfit(batch)
     return _Matrix(batch.data_ptr(), ld, step)
 
 
-def _require(fits: bool, tensor: Tensor) -> None:
-    """Raise an error before C reads or writes outside a tensor; ``python -O`` would remove an `assert`."""
-    if not fits:
-        description = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
-        raise AssertionError(f"compiled products were given a tensor of another kind than they take: {description}")
+def _unfit(tensor: Tensor) -> AssertionError:
+    """Return the error that is raised before C reads or writes outside a tensor; ``python -O`` removes an `assert`."""
+    description = f"{tuple(tensor.shape)} with strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
+    return AssertionError(f"compiled products were given a tensor of another kind than they take: {description}")
 
 
 @cache
@@ -202,7 +203,8 @@ def _multiply(
 def _row_products(x: Tensor, y: Tensor) -> Tensor:
     """Return the sum of x·y over each row: (batch, rows), fp32."""
     batch, rows, cols = x.shape
-    _require(x.shape == y.shape, y)
+    if x.shape != y.shape:
+        raise _unfit(y)
     out = torch.empty(batch, rows, dtype=torch.float32, device=x.device)
     library().row_products(batch * rows, cols, _address(x), _address(y), _address(out, torch.float32))
     return out
@@ -223,7 +225,8 @@ def _store(x: Tensor, out: Tensor) -> None:
     if x.shape == out.shape:
         out.copy_(x)
     else:
-        _require(x.mT.shape == out.shape, out)
+        if x.mT.shape != out.shape:
+            raise _unfit(out)
         library().transpose(*x.shape, _address(x), _address(out))
 
 
@@ -232,10 +235,16 @@ def _in_memory(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
     return (ctypes.c_double * len(numbers))(*numbers)
 
 
+@cache
+def _room_of_all(variant: str, rows: int, cols: int) -> int:
+    return int(library(variant).room_of_all(rows, cols))
+
+
 def _orthogonalize(variant: str, x: Tensor, out: Tensor, polynomials: tuple[float, ...]) -> None:
     """Do `Matmuls.small`: one call for all products, since a call from Python takes longer than a small product."""
     (batch, *shape), x = x.shape, x.contiguous()
-    _require(x.shape == out.shape, x)
+    if x.shape != out.shape:
+        raise _unfit(x)
     functions, numbers = library(variant), _in_memory(polynomials)
-    room = scratch("products", (functions.room_of_all(*shape),), dtype=torch.uint8, device=out.device).data_ptr()
+    room = scratch("products", (_room_of_all(variant, *shape),), dtype=torch.uint8, device=out.device).data_ptr()
     functions.orthogonalize(batch, *shape, _address(x), _address(out), len(numbers) // 3, numbers, room)

@@ -18,9 +18,9 @@ import heapq
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ContextDecorator, ExitStack, nullcontext, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -43,57 +43,71 @@ _VIEWS = 512
 
 def thread_count() -> int:
     """Return how many threads may work for this thread: torch's number, also inside of `alone`."""
-    return getattr(_thread_local, "count", None) or torch.get_num_threads()
+    return _thread_local.count or torch.get_num_threads()
 
 
-@contextmanager
-def _threads(of_torch: int | None, *, count: int | None = None) -> Iterator[None]:
+class _Threads(ContextDecorator):
     """Set how many threads an operation of torch on this thread has, and what `thread_count` returns, inside a block.
 
     Args:
         of_torch: The threads of an operation; None: `thread_count`.
         count: What `thread_count` returns; None: what it returned before.
     """
-    before, inside = getattr(_thread_local, "count", None), count or thread_count()
-    of_torch = of_torch or inside
-    if count is None and torch.get_num_threads() == of_torch:
-        yield
-        return
-    _thread_local.count = inside
-    restore = _limit(of_torch)
-    try:
-        yield
-    finally:
-        _thread_local.count = before
-        restore()
+
+    def __init__(self, of_torch: int | None, *, count: int | None = None) -> None:
+        self._of_torch, self._count = of_torch, count
+        self._restore: Callable[[], object] | None = None
+
+    def _recreate_cm(self) -> _Threads:  # a decorated function may run on several threads at a time
+        return _Threads(self._of_torch, count=self._count)
+
+    def __enter__(self) -> None:
+        of_torch = self._of_torch or thread_count()
+        if self._count is None and torch.get_num_threads() == of_torch:
+            return
+        self._before, _thread_local.count = _thread_local.count, self._count or thread_count()
+        self._restore = _limit(of_torch)
+
+    def __exit__(self, *_: object) -> None:
+        if self._restore is not None:
+            _thread_local.count = self._before
+            self._restore()
 
 
-alone = partial(_threads, 1)
+alone = partial(_Threads, 1)
 """Have torch's operations on this thread run on this thread only, inside a block."""
 
-all_threads = partial(_threads, None)
+all_threads = partial(_Threads, None)
 """Have torch's operations run on as many threads as outside of `alone`, inside a block; for few long operations."""
 
 
-@contextmanager
-def plain_modes() -> Iterator[None]:
+class plain_modes(ContextDecorator):
     """Switch off the caller's autocast, inference mode and gradients inside a block; also a decorator.
 
     Autocast would multiply in a dtype other than the code's, and only on the thread that has entered it. Tensors made
     in inference mode could not be written outside of it.
     """
-    off: list[AbstractContextManager[object]] = []
-    if torch.is_inference_mode_enabled():
-        off.append(torch.inference_mode(False))  # which turns gradients on
-    off += [torch.autocast(kind, enabled=False) for kind in _kinds() if torch.is_autocast_enabled(kind)]
-    if not off:  # most often, and each context costs a small step
-        with torch.no_grad():
-            yield
-        return
-    with ExitStack() as modes:
-        for mode in (*off, torch.no_grad()):
-            modes.enter_context(mode)
-        yield
+
+    _off: ExitStack | None = None
+
+    def _recreate_cm(self) -> plain_modes:  # a decorated function may run on several threads at a time
+        return plain_modes()
+
+    def __enter__(self) -> None:
+        autocast, inference = [*filter(torch.is_autocast_enabled, _kinds())], torch.is_inference_mode_enabled()
+        if autocast or inference:  # seldom, and each context costs a small step
+            self._off = ExitStack()
+            if inference:
+                self._off.enter_context(torch.inference_mode(False))  # which turns gradients on
+            for kind in autocast:
+                self._off.enter_context(torch.autocast(kind, enabled=False))
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._off is not None:
+            self._off.__exit__(*error)
 
 
 @cache
@@ -156,7 +170,7 @@ def run_on_one_thread(task: Callable[[], T], *, device: torch.device) -> T:
     """
     if device.type != "cpu":
         return task()
-    with _threads(1, count=1):
+    with _Threads(1, count=1):
         return task()
 
 
@@ -201,7 +215,7 @@ def _share(tasks: Sequence[Callable[[], object]], threads: int) -> None:
     with suppress(RuntimeError):  # no thread starts where the interpreter ends; the caller needs none
         for _ in range(min(threads, len(tasks)) - 1):
             helping.append(_helpers(threads).submit(work))
-    with _threads(1, count=1), torch.no_grad():
+    with _Threads(1, count=1), torch.no_grad():
         work()
     begun = [future for future in helping if not future.cancel()]
     profiled = begun and torch.autograd.profiler._is_profiler_enabled
@@ -223,9 +237,27 @@ def _begin() -> None:
     torch.set_grad_enabled(False)
 
 
+class _ThreadLocal(threading.local):
+    """What each thread keeps.
+
+    Attributes:
+        count: What `thread_count` returns; None: torch's number.
+        pool, key: The pool that the thread used last, with the process and the number of threads; see `_helpers`.
+        objects: What `keep` holds.
+        scratch: The memory of `scratch`, by role and dtype, and its views by shape; None: all of it.
+    """
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self.pool: ThreadPoolExecutor | None = None
+        self.key: tuple[int, int] | None = None
+        self.objects: dict[Hashable, object] = {}
+        self.scratch: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = {}
+
+
 _pools: WeakValueDictionary[int, ThreadPoolExecutor] = WeakValueDictionary()
 _lock = threading.Lock()
-_thread_local = threading.local()
+_thread_local = _ThreadLocal()
 
 
 def _helpers(count: int) -> ThreadPoolExecutor:
@@ -234,7 +266,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     Each caller holds the pool that it used last. A pool that no caller holds any more ends its threads, which frees
     their memory. Others end before the interpreter does.
     """
-    pool: ThreadPoolExecutor | None = getattr(_thread_local, "pool", None)
+    pool = _thread_local.pool
     if pool is None or _thread_local.key != (os.getpid(), count):
         _thread_local.pool = None
         with _lock:
@@ -318,7 +350,7 @@ def _limit(count: int) -> Callable[[], object]:
 
 def keep(key: Hashable, make: Callable[[], T]) -> T:
     """Return the object that ``make`` returned for this key in this thread; ``make`` runs at the first call only."""
-    objects: dict[Hashable, object] = _thread_local.__dict__.setdefault("kept", {})
+    objects = _thread_local.objects
     if key not in objects:
         objects[key] = make()
     return cast(T, objects[key])
@@ -326,12 +358,12 @@ def keep(key: Hashable, make: Callable[[], T]) -> T:
 
 def forget() -> None:
     """Drop all objects that `keep` holds for this thread."""
-    _thread_local.__dict__.pop("kept", None)
+    _thread_local.objects = {}
 
 
 def abandon_scratch() -> None:
     """Make `scratch` take new memory in this thread: messages of an interrupted step may still arrive in the old."""
-    _thread_local.__dict__.pop("scratch", None)
+    _thread_local.scratch = {}
 
 
 def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -343,9 +375,7 @@ def scratch(role: str, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     shape = shape if isinstance(shape, tuple) else tuple(shape)
-    views_by_role: dict[tuple[str, torch.dtype], dict[Sequence[int] | None, Tensor]] = (
-        _thread_local.__dict__.setdefault("scratch", {})
-    )
+    views_by_role = _thread_local.scratch
     views = views_by_role.get((role, dtype))
     if views is not None and (view := views.get(shape)) is not None:
         return view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,12 @@ from torch import Tensor
 
 from muonmesh.numerics.rules.parts import spare
 from muonmesh.numerics.rules.rule import KeptAs, Rule, State
+
+
+@cache
+def _largest_denormal(dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    return info.tiny * (1 - info.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +42,10 @@ class MuonRule(Rule):
     def fold(self, gradient: Tensor, state: State) -> None:
         """Fold a gradient into the momentum: ``m ← lerp(m, g, 1 − μ)``, denormals flushed to zero."""
         momentum = state["momentum_buffer"]
-        momentum.lerp_(gradient.to(momentum.dtype), 1 - self.momentum)
+        same = gradient if gradient.dtype == momentum.dtype else gradient.to(momentum.dtype)
+        momentum.lerp_(same, 1 - self.momentum)
         # Denormal momentum costs a hundred times the time of a normal one on CPUs and carries no direction.
-        info = torch.finfo(momentum.dtype)
-        torch.ops.aten.hardshrink.out(momentum, info.tiny * (1 - info.eps), out=momentum)
+        torch.hardshrink(momentum, _largest_denormal(momentum.dtype), out=momentum)
 
     def direction(self, gradient: Tensor, state: State) -> Tensor:
         """Return ``lerp(g, m, μ)`` with Nesterov, else the momentum."""

@@ -5,7 +5,7 @@ A part writes its state in place. It gets a read-only mapping, since an entry th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -143,16 +143,18 @@ def apply(
             rounded to; None if there are no master weights.
     """
     size = rule.lr * scale
-    dtype = torch.promote_types(weights.dtype, torch.float32)
+    dtype = weights.dtype if weights.dtype == torch.float32 else torch.promote_types(weights.dtype, torch.float32)
     stored = () if rounded is None else (rounded,)
-    for p, u, *views in in_cache(weights, _contiguous(update), *state.values(), *stored):
+    update = update if update.is_contiguous() else _contiguous(update)
+    for p, u, *views in in_cache(weights, update, *state.values(), *stored):
         low = views.pop() if stored else None
         if low is not None:
             follow(p, low)
         wide = spare(u, dtype).copy_(u)
         fresh = p if active is None and p.dtype == dtype else p.to(dtype, copy=True)
         updated = dict(zip(state, views if active is None else [value.clone() for value in views], strict=True))
-        rule.apply(fresh, wide, size, MappingProxyType({**updated, **(matrix_state or {})}), sums)
+        with_numbers = {**updated, **matrix_state} if matrix_state else updated
+        rule.apply(fresh, wide, size, MappingProxyType(with_numbers), sums)
         if squares is not None:
             squares.append(wide.double().square_().sum())
         if active is not None:
@@ -242,17 +244,16 @@ def _contiguous(update: Tensor) -> Tensor:
     return scratch("update", update.shape, dtype=update.dtype, device=update.device).copy_(update)
 
 
-def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in parts: of the cache's size on a CPU, where memory is the limit, larger ones on a device."""
-    first = tensors[0]
-    on_cpu = first.device.type == "cpu"
+def in_cache(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Return the tensors in parts: of the cache's size on a CPU, where memory is the limit, larger ones on a device."""
+    numel = tensors[0].numel()
+    if numel <= _CACHED:
+        return (tensors,)
+    on_cpu = tensors[0].device.type == "cpu"
     size = _CACHED if on_cpu else _AT_ONCE_ON_A_DEVICE
-    if first.numel() <= size:
-        yield tensors
-    elif all(t.is_contiguous() for t in tensors):
-        yield from zip(*(torch.split(t.view(-1), size) for t in tensors), strict=True)
-    elif on_cpu:
-        yield tensors
-    else:
-        rows = max(1, size // (first.numel() // len(first)))
-        yield from zip(*(torch.split(t, rows) for t in tensors), strict=True)
+    if numel > size and all(t.is_contiguous() for t in tensors):
+        return zip(*(torch.split(t.view(-1), size) for t in tensors), strict=True)
+    if numel <= size or on_cpu:
+        return (tensors,)
+    rows = max(1, size // (numel // len(tensors[0])))
+    return zip(*(torch.split(t, rows) for t in tensors), strict=True)
