@@ -211,6 +211,25 @@ def test_what_is_asked_of_an_engine_is_what_one_process_does(
     assert pools[2].run(ds.exactness, config, **arguments) == [[], []]
 
 
+BY_HAND = {"managed_gradient_accumulation": False}
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    **{f"{n} offload": zero(n, offload_optimizer=CPU) for n in (1, 2, 3)},
+    **{f"{n} offload, by hand": zero(n, offload_optimizer=CPU) | BY_HAND for n in (2, 3)},
+    **{f"{n}": zero(n) for n in (1, 2, 3)},
+    "3 by hand": zero(3) | BY_HAND,
+    "3 small buckets": zero(3, reduce_bucket_size=64, sub_group_size=300),
+    "2 offload, bf16, sums in fp32": zero(2, offload_optimizer=CPU)
+    | BF16
+    | {"data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_gradient_of_an_earlier_step_is_not_stepped_again(pools: dict[int, Pool], name: str) -> None:
+    """DeepSpeed alone keeps it at stage 3 and with offload, and with offload loses one that the last batch lacks."""
+    assert pools[2].run(ds.left_out, LEFT_OUT[name]) == [[], []]
+
+
 def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keeps(pools: dict[int, Pool]) -> None:
     """Without masters AdamW's ε would be 0 in fp16, and `Muon` refuses it."""
     assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]
