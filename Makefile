@@ -6,7 +6,7 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-megatron-lm-next test-hosts test-hosts-all test-nemo-rl test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-megatron-lm-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
 	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-hosts      the tests with DeepSpeed, Trainer, TRL, PEFT, Accelerate, Lightning and torchtitan, likewise"
 	@echo "make test-hosts-all  the tests with ms-swift, Axolotl, verl, OLMo-core, AReaL, unsloth and timm, likewise"
 	@echo "make test-nemo-rl    those with NeMo-RL: NEMO_RL=/path/to/checkout"
+	@echo "make test-axolotl    Axolotl's own trainer, which needs Python 3.12"
 	@echo "make test-timm       those with timm alone"
 	@echo "make soak        the longest tests, and more cases of others"
 	@echo "make check       ruff, mypy --strict, names, and the quick tests; the same as pre-commit"
@@ -42,7 +43,7 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-nemo-rl test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm: export CUDA_VISIBLE_DEVICES :=
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
@@ -162,6 +163,18 @@ test-nemo-rl: $(NEMO)/.ready
 	@test -d "$(NEMO_RL)/nemo_rl" || { echo "Write make test-nemo-rl NEMO_RL=/path/to/RL"; exit 1; }
 	NEMO_RL=$(NEMO_RL) $(NEMO)/bin/python -m pytest --noconftest tests/nemo_rl $(ARGS)
 
+# The newest Axolotl wants Python 3.12. With all that it depends on, its own trainer runs on a CPU.
+AXOLOTL := .venv-hosts-axolotl
+$(AXOLOTL)/.ready: $(BUILT) constraints-hosts-axolotl.txt
+	$(PYTHON312) -m venv $(AXOLOTL)
+	$(AXOLOTL)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(AXOLOTL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-hosts-axolotl.txt -e . \
+		axolotl==0.21.0 pytest
+	touch $@
+
+test-axolotl: $(AXOLOTL)/.ready
+	$(AXOLOTL)/bin/python -m pytest --noconftest tests/hosts_all/test_axolotl.py tests/hosts_all/test_axolotl_train.py $(ARGS)
+
 # timm has models and no optimizer of ours to run: what is tested is how split_params sorts them, on meta.
 TIMM := .venv-hosts-timm
 $(TIMM)/.ready: $(BUILT) constraints.txt
@@ -189,7 +202,8 @@ $(OLMO)/.ready: $(BUILT)
 test-hosts-all: $(HOSTS_ALL)/.ready $(VERL)/.ready $(OLMO)/.ready $(RL)/.ready test-timm
 	$(HOSTS_ALL)/bin/python -m pytest --noconftest tests/hosts_all --ignore=tests/hosts_all/test_verl.py \
 		--ignore=tests/hosts_all/test_timm.py --ignore=tests/hosts_all/test_ultralytics.py --ignore=tests/hosts_all/test_olmo.py \
-		--ignore=tests/hosts_all/test_areal.py --ignore=tests/hosts_all/test_unsloth.py $(ARGS)
+		--ignore=tests/hosts_all/test_areal.py --ignore=tests/hosts_all/test_unsloth.py \
+		--ignore=tests/hosts_all/test_axolotl_train.py $(ARGS)
 	$(OLMO)/bin/python -m pytest --noconftest tests/hosts_all/test_olmo.py $(ARGS)
 	$(VERL)/bin/python -m pytest --noconftest tests/hosts_all/test_verl.py $(ARGS)
 	$(RL)/bin/python -m pytest --noconftest tests/hosts_all/test_areal.py tests/hosts_all/test_unsloth.py $(ARGS)
@@ -246,4 +260,4 @@ docs: $(DOCS)/.ready
 	$(DOCS)/bin/python docs/site/browser.py site
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(MEGATRON_NEXT) $(HOSTS) $(HOSTS_ALL) $(RL) $(NEMO) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(MEGATRON) $(MEGATRON_NEXT) $(HOSTS) $(HOSTS_ALL) $(RL) $(NEMO) $(AXOLOTL) $(TIMM) $(PACKAGE) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

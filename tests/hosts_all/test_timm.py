@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 
+from muonmesh.groups import split_params
 from tests.support.dataflow import differences
 
 NAMES = """
@@ -53,9 +54,11 @@ KNOWN: list[tuple[str, str, str]] = [
 def test_ends_and_cuts_are_as_the_graph_shows(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name).eval()
-        outputs = model(torch.empty(2, *model.pretrained_cfg.get("input_size", (3, 224, 224))))
+        images = torch.empty(2, *model.pretrained_cfg.get("input_size", (3, 224, 224)))
+        outputs = model(images)
+        groups = split_params(model, example=images)
     heads = getattr(model, "num_classes", 0) > 0
-    wrong = differences(model, outputs, outputs, heads=heads)
+    wrong = differences(model, groups, outputs, outputs, heads=heads)
     assert {(kind, n) for kind, n in wrong if not any(k == kind and re.search(e, n) for k, e, _ in KNOWN)} == set()
 
 
