@@ -5,9 +5,11 @@ Of the variant amx the tiles are emulated, and where the processor has tiles, it
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,31 @@ SOURCE = SOURCES / "products.c"
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-def driver(folder: Path, variant: str, *options: str, source: Path = SOURCE) -> Path:
+def driver(folder: Path, variant: str, *options: str) -> Path:
     """Build the driver with a variant; the linker needs the sanitizers' libraries, which come with the compiler."""
-    sources = [source, DRIVER, *([SOURCES / "dispatch.c"] if variant == "amx" else [])]
+    sources = [SOURCE, DRIVER, *([SOURCES / "dispatch.c"] if variant == "amx" else [])]
     defines = [f"-DWITH_{name}=1" for name in (*RUNS["avx512bf16"], "amx")]
     return compile_c(folder / f"driver-{variant.replace(' ', '-')}", variant, sources, *options, *defines)
+
+
+Linked = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
+    """`linked(source, variant, *options)` is the driver with another products.c; it is compiled once."""
+    folder = tmp_path_factory.mktemp("linked")
+
+    @functools.cache
+    def driver_object(variant: str, options: tuple[str, ...]) -> Path:
+        name = f"driver-{len(list(folder.iterdir()))}.o"
+        return compile_c(folder / name, variant, [DRIVER], *options, "-c")
+
+    def build(source: Path, variant: str, *options: str) -> Path:
+        sources = [source, driver_object(variant, options)]
+        return compile_c(source.with_suffix(""), variant, sources, *options)
+
+    return build
 
 
 def ran_sanitized(built: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
@@ -75,10 +97,10 @@ def faulty(folder: Path, right: str, wrong: str) -> Path:
     return file
 
 
-def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None) -> None:
+def test_sanitizers_find_an_element_too_far(tmp_path: Path, products: None, linked: Linked) -> None:
     """A loop that writes whole vectors at the end of a row is found."""
     source = faulty(tmp_path, "else memcpy(to, &h, count * sizeof(bf16));", "else memcpy(to, &h, sizeof h);")
-    process = ran_sanitized(driver(tmp_path, RUNS[compiled.library().variant][-1], *SANITIZED, source=source), 0, 20)
+    process = ran_sanitized(linked(source, RUNS[compiled.library().variant][-1], *SANITIZED), 0, 20)
     assert process.returncode != 0
     assert "ERROR: AddressSanitizer" in process.stderr
 
@@ -102,11 +124,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, fault: str) -> None:
+def test_a_fault_of_the_variant_amx_shows(tmp_path: Path, emulated_amx: Path, linked: Linked, fault: str) -> None:
     """In sums, in memory beside an operand, in the configuration that a call leaves, or as what a processor refuses."""
     right, wrong, message = FAULTS[fault]
     options = SANITIZED if message == "AddressSanitizer" else ("-O1",)
-    process = ran_sanitized(driver(tmp_path, "emulated amx", *options, source=faulty(tmp_path, right, wrong)), 1, 60)
+    process = ran_sanitized(linked(faulty(tmp_path, right, wrong), "emulated amx", *options), 1, 60)
     if message:
         assert message in process.stderr
     else:
