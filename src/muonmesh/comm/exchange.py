@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -149,15 +148,19 @@ class Exchange:
         self._run_costly(tasks)
 
     def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
-        numel = (sum(map(math.prod, batch.shapes)),)
-        memory = [scratch(role, numel, dtype=self._dtype, device=self._device) for role in ("matrices", "results")]
+        numels = {"matrices": batch.numel, "results": batch.numel}
+        if batch.shared_layout is not None:
+            numels = {"matrices": batch.shared_layout.numel}
+        memory = [scratch(role, (numel,), dtype=self._dtype, device=self._device) for role, numel in numels.items()]
         callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
 
     def _run_in_memory(
-        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
+        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, *memory: Tensor
     ) -> None:
+        x, out = batch.buffers(memory)
         callbacks.prepare(batch.assignments, Elements(batch.reads, (x,)), ahead)
-        callbacks.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes))
+        shared = None if batch.shared_layout is None else memory[0]
+        callbacks.compute(batch.assignments, by_shape(x, batch.shapes), by_shape(out, batch.shapes), shared)
         updates = Elements(batch.writes, (out,))
         if batch.summed:
             self._sums.take(batch.summed, updates, callbacks.summands)
