@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import pytest
@@ -251,9 +252,13 @@ def test_nothing_in_one_memory_overlaps() -> None:
             assert max(place.stop for place in ranges) <= layout.numel
             assert not any(start % 32 for start in (begin, end, *layout.places(product_number)))
             waiting = set(range(begin, begin + length))
-            for number, part in layout.parts(product_number):
-                before = sum(map(math.prod, shapes[:number]))
-                cut = [before + at * math.prod(shapes[number][1:]) for at in (part.start, part.stop)]
+            parts = [
+                size
+                for count, rows, cols in shapes
+                for size in ([rows * cols] * count if layout.one_by_one else [count * rows * cols])
+            ]
+            pairs = list(pairwise(accumulate(parts, initial=0)))
+            for cut in pairs[::-1] if product_number % 2 else pairs:
                 written = set(range(end + cut[0], end + cut[1]))
                 assert not written & (waiting | lasting)
                 waiting -= set(range(begin + cut[0], begin + cut[1]))

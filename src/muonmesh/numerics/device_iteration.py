@@ -135,8 +135,9 @@ class DeviceIteration:
         if self._memory is None or self._layout is None:
             return
         count, rows = sum(self._counts), self._iterates[0].x.shape[1]
-        places = [self._memory[start : start + count * rows * rows] for start in self._layout.places(product_number)]
-        self._lasting_square, *self._free = [place.view(count, rows, rows) for place in places]
+        form, first = ((count, rows, rows), (rows * rows, rows, 1)), self._memory.storage_offset()
+        starts = self._layout.places(product_number)
+        self._lasting_square, *self._free = [self._memory.as_strided(*form, first + start) for start in starts]
 
     def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
         """Iterate over the shapes, each with its part of what there is for each matrix."""
@@ -159,13 +160,19 @@ class DeviceIteration:
             last = product_number + 1 == len(self._segments)
             self._begin(product_number)
             factors, constant, power = self._factor(segment)
-            of_shapes = list(self._by_shape(factors))
-            every = [(number, slice(None)) for number in range(len(of_shapes))]
-            for number, part in every if self._layout is None else self._layout.parts(product_number):
-                iterates, factor = of_shapes[number]
-                x, into = iterates.x[part], (iterates.result if last else iterates.following)[part]
-                terms, scale = ((x, constant),) if constant else (), iterates.inverse[part] if last else 1.0
-                self._matmuls.multiply(factor[part], x, terms, into, 1 / power, scale, symmetric=False)
+            parts = list[tuple[Tensor, ...]]()  # in the order of the matrices
+            for iterates, factor in self._by_shape(factors):
+                of_shape = [factor, iterates.x, iterates.result if last else iterates.following]
+                of_shape += [iterates.inverse] if last else []
+                one_by_one = self._layout is not None and self._layout.one_by_one
+                parts += (
+                    zip(*(torch.split(whole, 1) for whole in of_shape), strict=True)
+                    if one_by_one
+                    else [tuple(of_shape)]
+                )
+            for factor, x, into, *scale in parts[::-1] if product_number % 2 else parts:
+                terms = ((x, constant),) if constant else ()
+                self._matmuls.multiply(factor, x, terms, into, 1 / power, *scale, symmetric=False)
             for iterates in self._iterates:
                 iterates.x, iterates.following = iterates.result if last else iterates.following, iterates.x
             self._release(factors)

@@ -23,8 +23,8 @@ class WorkingMemory:
 
     A product X ← Q X cannot write where it reads. So X lies behind a gap that is as large as the part of X which one
     launch multiplies. The first product moves X into the gap, one part after the other, each to where the part before
-    it was. Then the gap is behind X, and the next product moves X back. Beside the gap, before X, is the memory of Q.
-    Between the products of X, the squares take all memory that X does not:
+    it was. Then the gap is behind X, and the next product moves X back, the last part first. Beside the gap, before X,
+    is the memory of Q. Between the products of X, the squares take all memory that X does not:
 
         | squares, the first one for Q     gap | X                          |      even turns
         | squares, the first one for Q | X                          gap     |      odd turns
@@ -74,8 +74,9 @@ class WorkingMemory:
 
     def views(self, memory: Tensor, start: int) -> list[Tensor]:
         """Return the matrices that begin at an element of the memory, (count, rows, cols) for each shape."""
-        ends = list(itertools.accumulate(map(math.prod, self.shapes), initial=start))
-        return [memory[a:b].view(shape) for shape, a, b in zip(self.shapes, ends, ends[1:], strict=False)]
+        starts = itertools.accumulate(map(math.prod, self.shapes), initial=start)
+        pairs, first = zip(self.shapes, starts, strict=False), memory.storage_offset()
+        return [memory.as_strided(shape, (shape[1] * shape[2], shape[2], 1), first + at) for shape, at in pairs]
 
     def places(self, product_number: int) -> list[int]:
         """Return where the squares begin after so many products; the first of them stays while X moves."""
@@ -84,14 +85,6 @@ class WorkingMemory:
             ends.append((self.numel - self._gap, self.numel))
         starts = [start for begin, end in ends for start in range(begin, end - self.square + 1, self.square)]
         return starts[: self.squares[product_number]]
-
-    def parts(self, product_number: int) -> list[tuple[int, slice]]:
-        """Return the parts of X in the order in which a product moves them: a shape's number, and which matrices."""
-        parts = []
-        for number, (count, *_) in enumerate(self.shapes):
-            step = 1 if self.one_by_one else count
-            parts += [(number, slice(start, start + step)) for start in range(0, count, step)]
-        return parts[::-1] if product_number % 2 else parts
 
 
 @dataclass(frozen=True)

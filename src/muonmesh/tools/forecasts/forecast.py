@@ -61,6 +61,7 @@ KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7
 PLAIN_PRODUCTS = {"gram": 1, "standard": 4}  # of a shape; large ones are torch's, one launch for each matrix
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
+VIEWS_IN_ONE_MEMORY = 45, 7  # more: of a batch that shares a memory with its results; of torch's products then
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
 # runs.
@@ -219,12 +220,12 @@ def forecast(
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank)
     batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
-    rounds, kernels, by_torch, slow_flops = _products(plan, chosen, [*batches, moved.staying])
+    rounds, kernels, by_torch, more_views, slow_flops = _products(plan, chosen, [*batches, moved.staying])
     assembled = sum(stage.numel for stage in moved.stages)
     buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     views = VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + VIEWS_OF_A_PLAIN_PRODUCT * by_torch
-    views += len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
+    views += more_views + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
     launches = by_torch + LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
@@ -256,9 +257,9 @@ def forecast(
     )
 
 
-def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, float]:
-    """Return how many batches these matrices are, of the package's kernels, of torch's products, and weighted FLOPs."""
-    rounds, kernels, by_torch, slow_flops = 0, 0, 0, 0.0
+def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, int, float]:
+    """Return how many batches these matrices are, of the package's kernels, torch's products, views, weighted FLOPs."""
+    rounds, kernels, by_torch, views, slow_flops = 0, 0, 0, 0, 0.0
     size_of = lambda number, count: plan.batch_size(number, count, _needs(plan, rule, number))  # noqa: E731
     fits = lambda number, shapes: plan.fits_together(number, shapes, _needs(plan, rule, number))  # noqa: E731
     for batch in (batch for numbers in buckets for batch in plan.batches(numbers, size_of, _joins, fits)):
@@ -272,9 +273,11 @@ def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple
             by_torch += PLAIN_PRODUCTS[method] * len(batch)
             if plan.memories(batch[0]) == 1:  # the last product too
                 kernels += len(batch) - len(shapes)
+                views += VIEWS_IN_ONE_MEMORY[1] * PLAIN_PRODUCTS[method] * len(batch)
+        views += VIEWS_IN_ONE_MEMORY[0] * (plan.memories(batch[0]) == 1)
         weight = DeviceRates.weight_of(len(batch) * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in batch) * weight
-    return rounds, kernels, by_torch, slow_flops
+    return rounds, kernels, by_torch, views, slow_flops
 
 
 def _is_small(rows: int, cols: int) -> bool:
