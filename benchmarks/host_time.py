@@ -94,10 +94,8 @@ def pretend_device(shrunk: int) -> None:
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
     iteration.symmetric_part = symmetric_part
 
-    def batch_size(self: planning.Batches, number: int, count: int, *, stays: bool = False) -> int:  # as on a device
-        return self.plan.batch_size(number, self.orthogonalizers[number].squares)
-
-    planning.Batches.batch_size = batch_size  # type: ignore[method-assign]
+    planning.Batches.on_device = True  # type: ignore[assignment,method-assign]
+    newton_schulz.ONE_BY_ONE_FROM //= shrunk
     planning.check_kernels = lambda *_, **__: None  # "triton" asks for the form of devices, fp16
     for module in (kernels, by_kernel):
         module.is_usable = lambda device: True  # type: ignore[attr-defined]

@@ -129,8 +129,8 @@ class Muon(torch.optim.Optimizer):
             takes less memory and gives the same bits.
         memory_budget_mb: MiB that a step may use on each rank in addition to weights, gradients and state. The result
             has the same bits with any budget. With a budget that is too small, a step takes one matrix at a time. None:
-            twice the memory that torch.optim.Muon needs for the largest matrix, but at least 160 MiB, and 256 MiB on a
-            CPU; more for many small matrices.
+            on one device 1.5 times the memory of torch.optim.Muon; on several twice the memory that it needs for the
+            largest matrix, but at least 160 MiB, and 256 MiB on a CPU; more for many small matrices.
         gradients: Where gradients are kept if not in ``parameter.grad``, see `GradientSource`; for Megatron-Core's
             ``main_grad`` a `muonmesh.integrations.megatron.MainGrad`. With "to_owners" the optimizer averages gradients
             over replicas itself, and sends the gradient of a matrix only to its owner; see `ToOwners`.

@@ -154,7 +154,7 @@ def test_adapters_beside_frozen_fused_weights_are_split_in_every_block() -> None
         block.mixed = Adapted(block.mixed)
     optimizer = mm.from_model(model)
     with pytest.warns(UserWarning, match=r"blocks\.\*\.mixed\.up\.weight is split as 'whole'") as caught:
-        trained(model, optimizer)
+        train_one_step(model, optimizer)
     (lines, _) = offered_overrides(str(caught[0].message))
     assert lines == {"blocks.*.mixed.up.weight": {"algorithm": "muon", "matrices": ("rows", 16, 16, 16)}}
 

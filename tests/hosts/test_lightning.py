@@ -250,12 +250,12 @@ class ByHand(Model):
 def test_clipping_by_hand_is_that_of_automatic_optimization(tmp_path: Path) -> None:
     """``self.clip_gradients``, which Lightning's manual optimization and hooks call, would clip Muon's gradients."""
     quiet = {"callbacks": [], "gradient_clip_val": None, "max_epochs": 1}
-    module, _ = train(tmp_path, module=ByHand(gradient_clip_val=1e-3, gradient_clip_algorithm="norm"), **quiet)
+    module, _ = fit_epochs(tmp_path, module=ByHand(gradient_clip_val=1e-3, gradient_clip_algorithm="norm"), **quiet)
     assert module.norms["muon"] == module.norms["muon before"]
     assert float(module.norms["adamw"]) == pytest.approx(1e-3, rel=1e-3)
     assert float(module.norms["other"]) == pytest.approx(1e-3, rel=1e-3)
     with pytest.raises(ValueError, match=r'found gradient_clip_algorithm="value"'):
-        train(tmp_path, module=ByHand(gradient_clip_val=1.0, gradient_clip_algorithm="value"), **quiet)
+        fit_epochs(tmp_path, module=ByHand(gradient_clip_val=1.0, gradient_clip_algorithm="value"), **quiet)
 
     class Hook(Model):
         """Clips at each step by a value of its own, as Lightning's page on this hook shows."""
@@ -263,11 +263,11 @@ def test_clipping_by_hand_is_that_of_automatic_optimization(tmp_path: Path) -> N
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=1e-6, gradient_clip_algorithm="norm")
 
-    hooked, _ = train(tmp_path / "hooked", module=Hook(), callbacks=[], gradient_clip_val=None)
-    whole, _ = train(tmp_path / "whole", module=Model(), callbacks=[])  # clipped by 1e-6
+    hooked, _ = fit_epochs(tmp_path / "hooked", module=Hook(), callbacks=[], gradient_clip_val=None)
+    whole, _ = fit_epochs(tmp_path / "whole", module=Model(), callbacks=[])  # clipped by 1e-6
     assert different(weights(hooked), weights(whole)) == []
     with pytest.raises(ValueError, match=r"gradient_clip_val: found 1e-06 beside the Trainer's 2.0; .* Remove"):
-        train(tmp_path / "both", module=Hook(), callbacks=[], gradient_clip_val=2.0)
+        fit_epochs(tmp_path / "both", module=Hook(), callbacks=[], gradient_clip_val=2.0)
 
 
 # ------------------------------------------------------------------ what is said through the wrappers

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import pytest
@@ -16,15 +19,25 @@ from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
+from muonmesh.numerics.working_memory import WorkingMemory
 from tests.support.tensors import relative_error
 
-COVERS = ("numerics.device_iteration.DeviceIteration",)
+COVERS = ("numerics.device_iteration.DeviceIteration", "numerics.working_memory.WorkingMemory")
 
 ROWS, COLS = 384, 800
 
 
 def mirrored(x: Tensor) -> Tensor:
     return x.triu() + x.triu(1).mT
+
+
+def extent(x: Tensor) -> range:
+    return range(x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize)
+
+
+def apart(x: Tensor, y: Tensor) -> bool:
+    """Whether contiguous tensors, or transposes of such, share no memory."""
+    return max(extent(x).start, extent(y).start) >= min(extent(x).stop, extent(y).stop)
 
 
 def like_triton() -> Matmuls:
@@ -40,6 +53,8 @@ def like_triton() -> Matmuls:
         symmetric: bool = True,
         identity: float = 0.0,
     ) -> Tensor:
+        for operand in (a, b, *(c for c, _ in terms)):
+            assert operand is None or apart(operand, out)
         wide = torch.promote_types(a.dtype, torch.float32)
         result = alpha * (a.to(wide) @ (a.mT if b is None else b).to(wide))
         for c, factor in terms:
@@ -62,7 +77,7 @@ def by_device_iteration(
     dtype: torch.dtype = torch.bfloat16,
     overwrite: bool = False,
 ) -> Tensor:
-    """What a device computes of matrices, (batch, rows, cols); of others together with them."""
+    """What a device computes of matrices, (batch, rows, cols), together with others, whose bits are those of each."""
     form = Orthogonalizer.of(
         *x.shape[1:],
         coefficients=coefficients,
@@ -73,7 +88,13 @@ def by_device_iteration(
         device=torch.device("cuda"),
     )
     out = [torch.empty_like(matrices) for matrices in (*others, x)]
-    DeviceIteration(form.prepared, form.segments, table, form.dtype).run([*others, x], out, overwrite=overwrite)
+    alone = [torch.empty_like(matrices) for matrices in others]
+    iteration = DeviceIteration(form.prepared, form.segments, table, form.dtype)
+    for matrices, into in zip(others, alone, strict=True):
+        iteration.run([matrices.clone()], [into], overwrite=overwrite)
+    iteration.run([*others, x], out, overwrite=overwrite)
+    for together, apart_from_others in zip(out, alone, strict=False):
+        torch.testing.assert_close(together, apart_from_others, rtol=0, atol=0, equal_nan=True)
     return out[-1]
 
 
@@ -182,6 +203,72 @@ def test_bits_of_a_matrix_do_not_depend_on_its_surroundings(dtype: torch.dtype, 
             assert torch.equal(
                 by_device_iteration(matrix[None].clone(), TABLES["triton"], *others, **options)[0], result
             )
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("lengths", [(3,), (3, 3, 3, 3), (5, 3), (3, 4, 2), (6, 6, 6), (4,)], ids=str)
+def test_in_one_memory_a_matrix_has_the_bits_that_it_has_in_others(lengths: tuple[int, ...], one_by_one: bool) -> None:
+    """X moves where X was, squares lie where X is not; whatever was there before is not read."""
+    steps = [[2.0, -1.5, *[0.6, -0.1, 0.03, 0.01][: length - 2]] for length in lengths]
+    shapes = (2, 64, 152), (3, 64, 80)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    for method in ("standard", "gram"):
+        options: Any = {"coefficients": steps, "method": method}
+        form = Orthogonalizer.of(
+            *(64, 80),
+            **options,
+            steps=None,
+            dtype=torch.bfloat16,
+            kernels="torch",
+            device=torch.device("cuda"),
+            in_place=True,
+        )
+        layout = replace(form.needs, one_by_one=one_by_one).layout(shapes)
+        assert layout is not None
+        memory = torch.full((layout.numel,), torch.nan, dtype=torch.bfloat16)
+        x, out = (layout.views(memory, start) for start in (layout.matrices(0), layout.results))
+        for view, matrices in zip(x, inputs, strict=True):
+            view.copy_(matrices)
+        iteration = DeviceIteration(form.prepared, form.segments, TABLES["triton"], form.dtype)
+        iteration.run(x, out, overwrite=True, memory=memory, layout=layout)
+        for results, matrices in zip(out, inputs, strict=True):
+            assert results.isfinite().all()
+            assert torch.equal(results, by_device_iteration(matrices, **options))
+
+
+def test_nothing_in_one_memory_overlaps() -> None:
+    """Squares neither X nor each other, the first of them in both turns; nor a part of X what has not moved yet."""
+    numbers = random.Random(1)
+    for _ in range(300):
+        rows = 8 * numbers.randint(1, 6)
+        shapes = tuple(
+            (numbers.randint(1, 5), rows, 8 * numbers.randint(rows // 8, 40)) for _ in range(numbers.randint(1, 3))
+        )
+        squares = tuple(numbers.randint(2, 4) for _ in range(numbers.randint(1, 5)))
+        layout = WorkingMemory(shapes, squares, one_by_one=numbers.random() < 0.5)
+        length = sum(count * rows * cols for count, rows, cols in shapes)
+        for product_number, needed in enumerate(squares):
+            begin, end = layout.matrices(product_number), layout.matrices(product_number + 1)
+            places = [range(start, start + layout.square) for start in layout.places(product_number)]
+            assert len(places) == needed
+            lasting = set(places[0])
+            ranges = [range(begin, begin + length), *places]
+            assert sum(map(len, ranges)) == len(set().union(*ranges))
+            assert max(place.stop for place in ranges) <= layout.numel
+            assert not any(start % 32 for start in (begin, end, *layout.places(product_number)))
+            waiting = set(range(begin, begin + length))
+            parts = [
+                size
+                for count, rows, cols in shapes
+                for size in ([rows * cols] * count if layout.one_by_one else [count * rows * cols])
+            ]
+            pairs = list(pairwise(accumulate(parts, initial=0)))
+            for cut in pairs[::-1] if product_number % 2 else pairs:
+                written = set(range(end + cut[0], end + cut[1]))
+                assert not written & (waiting | lasting)
+                waiting -= set(range(begin + cut[0], begin + cut[1]))
+            assert not waiting
 
 
 def test_shapes_share_a_batch_only_if_each_begins_where_it_is_not_copied() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -53,8 +54,7 @@ class _UnderWay:
 class _BatchInMemory(NamedTuple):
     """A local batch in memory for its matrices and results, with views of both: by shape, and of its pieces."""
 
-    matrices: Tensor
-    results: Tensor
+    memory: Sequence[Tensor]
     matrices_by_shape: Sequence[Tensor]
     results_by_shape: Sequence[Tensor]
     reads: Elements
@@ -161,22 +161,22 @@ class Exchange:
         self._run_costly(tasks)
 
     def _run_batch(self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks) -> None:
-        shape, dtype, device = (batch.numel,), self._dtype, self._device
-        x = scratch("matrices", shape, dtype=dtype, device=device)
-        out = scratch("results", shape, dtype=dtype, device=device)
-        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), (x, out))
+        memory = [scratch(role, shape, dtype=self._dtype, device=self._device) for role, shape in batch.memory]
+        callbacks.repeat(batch, partial(self._run_in_memory, batch, ahead, callbacks), memory)
 
     def _run_in_memory(
-        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, x: Tensor, out: Tensor
+        self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, *memory: Tensor
     ) -> None:
         views = self._batches.get(batch)
-        if views is None or views.matrices is not x or views.results is not out:
+        if views is None or not all(map(is_, views.memory, memory)):
+            x, out = batch.buffers(memory)
             batches = by_shape(x, batch.shapes), by_shape(out, batch.shapes)
-            views = _BatchInMemory(x, out, *batches, Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
+            views = _BatchInMemory(memory, *batches, Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
             if x.is_cpu:  # where the same memory serves every step (`scratch`)
                 self._batches[batch] = views
         callbacks.prepare(batch.assignments, views.reads, ahead)
-        callbacks.compute(batch.assignments, views.matrices_by_shape, views.results_by_shape)
+        shared = None if batch.shared_layout is None else memory[0]
+        callbacks.compute(batch.assignments, views.matrices_by_shape, views.results_by_shape, shared)
         if batch.summed:
             self._sums.take(batch.summed, views.writes, callbacks.summands)
         callbacks.finalize(views.writes)

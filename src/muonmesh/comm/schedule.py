@@ -272,7 +272,8 @@ def stages_of(
 
 def _batches(plan: Plan, numbers: Sequence[int], batching: Batching, *, stays: bool = False) -> list[tuple[int, ...]]:
     """Return matrices that this rank owns, those that one task computes together."""
-    return plan.batches(numbers, partial(batching.batch_size, stays=stays), batching.joins)
+    size_of, fits = partial(batching.batch_size, stays=stays), partial(batching.fits, stays=stays)
+    return plan.batches(numbers, size_of, batching.joins, fits)
 
 
 def _places(plan: Plan, batches: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
@@ -298,7 +299,9 @@ def _local(plan: Plan, rank: int, numbers: Sequence[int], batching: Batching) ->
             PieceTable(tuple(_in_matrices([row for n in batch for row in plan.rows(n, rank, gather=gather)], places)))
             for gather in (True, False)
         )
-        batches.append(LocalBatch(batch, plan.shapes(batch), plan.summed(batch), reads, writes))
+        shapes = plan.shapes(batch)
+        layout = batching.shared_layout(batch[0], shapes)
+        batches.append(LocalBatch(batch, shapes, plan.summed(batch), reads, writes, layout))
     return batches
 
 

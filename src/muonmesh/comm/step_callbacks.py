@@ -6,12 +6,27 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
 from muonmesh.comm.views import Elements
 from muonmesh.layout import Piece
 from muonmesh.layout.piece_table import PieceTable, Row
+from muonmesh.layout.plan import Shapes
+
+
+class SharedLayout(NamedTuple):
+    """Where a batch lies in a memory that also has room to compute in.
+
+    Attributes:
+        numel: The number of elements of this memory.
+        matrices, results: Where the matrices and their results begin; they may overlap.
+    """
+
+    numel: int
+    matrices: int
+    results: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +38,7 @@ class LocalBatch:
         shapes: Their shapes, see `Plan.shapes`.
         summed: Those that need sums before they are written, see `Plan.summed`.
         reads, writes: Their pieces. The buffer is a batch of the matrices, in their order.
+        shared_layout: Where they lie with their results, if both share one memory; else None.
     """
 
     assignments: tuple[int, ...]
@@ -30,11 +46,28 @@ class LocalBatch:
     summed: Mapping[int, int]
     reads: PieceTable
     writes: PieceTable
+    shared_layout: SharedLayout | None = None
 
     @cached_property
     def numel(self) -> int:
         """The number of elements of the matrices."""
         return sum(map(math.prod, self.shapes))
+
+    @cached_property
+    def memory(self) -> Sequence[tuple[str, tuple[int]]]:
+        """The roles and shapes of its memory: one for matrices and results each, or one that both share."""
+        if self.shared_layout is not None:
+            return (("matrices", (self.shared_layout.numel,)),)
+        return ("matrices", (self.numel,)), ("results", (self.numel,))
+
+    def buffers(self, memory: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the buffers of matrices and results in the memory of the batch."""
+        if self.shared_layout is None:
+            matrices, results = memory
+        else:
+            starts = self.shared_layout.matrices, self.shared_layout.results
+            matrices, results = (memory[0][start : start + self.numel] for start in starts)
+        return matrices, results
 
 
 class Batching:
@@ -53,6 +86,14 @@ class Batching:
     def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
         """Return what is equal for matrices that one task may compute, if their settings are."""
         return shape
+
+    def fits(self, number: int, shapes: Shapes, *, stays: bool = False) -> bool:
+        """Return whether one task may compute matrices of several shapes, among them matrix ``number``."""
+        return False
+
+    def shared_layout(self, number: int, shapes: Shapes) -> SharedLayout | None:
+        """Return where matrices that stay lie with their results, if both may share one memory."""
+        return None
 
 
 class FactoredCallbacks:
@@ -158,11 +199,16 @@ class StepCallbacks:
             into.zero_()
 
     def repeat(self, batch: LocalBatch, run: Callable[..., object], memory: Sequence[Tensor]) -> None:
-        """Let ``run(*memory)`` prepare, compute and finalize a batch; ``memory`` is for matrices and results."""
+        """Let ``run(*memory)`` prepare, compute and finalize a batch; `LocalBatch.buffers` are in its memory."""
         run(*memory)
 
-    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Orthogonalize matrices of the same settings, (b, rows, cols) for each shape; any thread may call this."""
+    def compute(
+        self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor], memory: Tensor | None = None
+    ) -> None:
+        """Orthogonalize matrices of the same settings, (b, rows, cols) for each shape; any thread may call this.
+
+        ``memory`` is what both lie in, if they share it (`LocalBatch.shared_layout`).
+        """
         for results in out:
             results.zero_()
 

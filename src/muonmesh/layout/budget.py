@@ -10,6 +10,8 @@ from muonmesh.layout.parameter import Parameter
 
 _PARTS = {(True, False): 8, (False, False): 3, (True, True): 16, (False, True): 12}
 _LEAST = {False: 160 << 20, True: 256 << 20}
+_WORKSPACE = 32 << 20
+"""Memory that cuBLAS takes beside, on an H100."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,25 @@ class Budget:
 
     @staticmethod
     def of(parameters: Sequence[Parameter], megabytes: float | None, *, itemsize: int, host: bool) -> Budget:
-        """Return a budget of ``megabytes`` MiB, or by default of twice the memory of torch.optim.Muon.
+        """Return a budget of ``megabytes`` MiB, or by default one by the memory of torch.optim.Muon.
 
         torch.optim.Muon needs for the largest matrix the direction in fp32 and bf16, the result, and two squares. The
-        default is larger for many small matrices: 1/128 of a rank's memory for matrices, gradients and momentum in
-        fp32. It is at least 160 MiB, on a CPU 256 MiB.
+        default is twice that where matrices travel, at least 160 MiB, on a CPU 256 MiB. One device gets 1.5 times what
+        torch.optim.Muon takes there with cuBLAS's workspace, of which we take one too from 2,048 rows on; at least what
+        that is for GPT-2 small, 78 MiB. The default is larger for many small matrices: 1/128 of a rank's memory for
+        matrices, gradients and momentum in fp32.
         """
         shapes = {matrix.shape for parameter in parameters for matrix in parameter.matrices}
         torchs = max((8 * rows * cols + 4 * rows * rows for rows, cols in shapes), default=0)
         ranks = set[int]().union(*{id(p.target.ranks): p.target.ranks for p in parameters}.values())
         stored = sum(math.prod(p.target.shape) * p.target.copies() for p in parameters) // max(1, len(ranks))
-        most = (
-            max(2 * torchs, 12 * stored // 128, _LEAST[host])
-            if megabytes is None
-            else int(min(megabytes, 2.0**40) * 2**20)
-        )
+        if megabytes is not None:
+            most = int(min(megabytes, 2.0**40) * 2**20)
+        elif len(ranks) == 1 and not host:
+            gpt2 = 8 * 768 * 3072 + 4 * 768 * 768
+            most = max(3 * (torchs + _WORKSPACE) // 2 - _WORKSPACE, 3 * (gpt2 + _WORKSPACE) // 2, 12 * stored // 128)
+        else:
+            most = max(2 * torchs, _LEAST[host], 12 * stored // 128)
         gathers = any(p.momentum_storage.copies() < len(p.momentum_storage.ranks) for p in parameters)
         return Budget(most, itemsize, gathers, host)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
 
@@ -20,8 +21,15 @@ from muonmesh.layout.parameter import Elementwise, Parameter, describe
 from muonmesh.layout.piece_table import Row, pieces
 from muonmesh.layout.relay import Relay
 
+Shapes = Sequence[tuple[int, int, int]]
+"""Matrices that are orthogonalized together: for each shape how many, their rows and their columns."""
+
+Needs = Callable[[Shapes, int], int]
+"""A function that returns how many elements a device needs for some matrices, and how many memories for matrices and
+results these include: none, one that both share, if they can, or two."""
+
 _AT_ONCE = 1 << 28
-"""Largest number of elements of matrices of one shape that a device orthogonalizes together."""
+"""Largest number of elements of matrices that a device orthogonalizes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,35 +192,51 @@ class Plan:
         """Whether no matrix needs a transfer."""
         return not any(map(self.moves, range(len(self.assignments))))
 
-    def batch_size(self, number: int, squares: int) -> int:
-        """Return how many matrices equal to this one a device orthogonalizes together, at least one.
+    def batch_size(self, number: int, count: int, needs: Needs) -> int:
+        """Return how many of ``count`` matrices equal to this one a device orthogonalizes together, at least one.
 
-        For gathered matrices, the buffers of the bucket already have room for matrices and results, so only the squares
-        count.
-
-        Args:
-            number: The assignment.
-            squares: The number of rows × rows buffers that the orthogonalization of one matrix needs.
+        It is one more than ``count`` if there is room for others beside them.
         """
-        (rows, cols), budget = self.assignments[number].matrix.shape, self.budget
-        gathered = budget.gathers and self.moves(number)
-        elements = squares * rows * rows + (0 if gathered else 2 * rows * cols)
-        room = (budget.bytes - budget.bytes // 64) // (1 if self.alone else 8 if gathered else 3)  # vectors: 1/64
-        return max(1, min(room // (elements * budget.itemsize), _AT_ONCE // (rows * cols)))
+        rows, cols = self.assignments[number].matrix.shape
+        memories, room = self.memories(number), self._room(number)
+        sizes = range(1, min(count + 1, _AT_ONCE // (rows * cols)) + 1)
+        return max(1, bisect.bisect_right(sizes, room, key=lambda size: needs(((size, rows, cols),), memories)))
+
+    def fits_together(self, number: int, shapes: Shapes, needs: Needs) -> bool:
+        """Return whether a device orthogonalizes matrices of several shapes together, among them this one."""
+        needed = needs(shapes, self.memories(number))
+        return sum(map(math.prod, shapes)) <= _AT_ONCE and needed <= self._room(number)
+
+    def memories(self, number: int) -> int:
+        """Return the memories for matrices and results that count for a batch with this one (`Needs`).
+
+        Those of gathered matrices are the buffers of their bucket. Matrices that do not move may share theirs.
+        """
+        moves = self.moves(number)
+        return 0 if moves and self.budget.gathers else 1 + moves
+
+    def _room(self, number: int) -> int:
+        """Return how many elements a batch may need, among them this matrix."""
+        budget, gathered = self.budget, self.memories(number) == 0
+        room = budget.bytes - budget.bytes // 128  # for vectors
+        return room // (1 if self.alone else 8 if gathered else 3) // budget.itemsize
 
     def batches(
         self,
         numbers: Iterable[int],
         size_of: Callable[[int, int], int],
         joins: Callable[[int, tuple[int, int]], Hashable],
+        fits: Callable[[int, Shapes], bool],
     ) -> list[tuple[int, ...]]:
         """Return assignments in batches of equal settings, which are orthogonalized together; equal shapes adjoin.
 
         Args:
             numbers: The assignments.
             size_of: A function from an assignment, and the number of those of its shape, to how many of them one batch
-                has at most. If there are more, those that are left share a batch with other shapes.
+                has at most. Those that do not fill a batch share one with other shapes.
             joins: A function from an assignment and its shape to what is equal in a batch.
+            fits: A function from an assignment and shapes to whether such matrices, among them this one, may share a
+                batch.
         """
         groups: dict[Hashable, dict[tuple[int, int], list[int]]] = {}
         for number in numbers:
@@ -221,19 +245,18 @@ class Plan:
             groups.setdefault((settings, joins(number, shape)), {}).setdefault(shape, []).append(number)
         batches = list[list[int]]()
         for shapes in groups.values():
-            rooms: dict[int, Fraction] = {}  # of this group's batches that are not full, by number
-            for _, equal in sorted(shapes.items(), reverse=True):
+            shared: dict[int, list[tuple[int, int, int]]] = {}  # the shapes of batches that others may join, by number
+            for shape, equal in sorted(shapes.items(), reverse=True):
                 size = size_of(equal[0], len(equal))
-                for start in range(0, len(equal), size):
-                    members = equal[start : start + size]
-                    share = Fraction(len(members), size)
-                    into = next((number for number, room in rooms.items() if room >= share), len(batches))
+                whole = len(equal) - len(equal) % size
+                batches += [equal[start : start + size] for start in range(0, whole, size)]
+                if rest := equal[whole:]:
+                    added = len(rest), *shape
+                    into = next((n for n, others in shared.items() if fits(rest[0], [*others, added])), len(batches))
                     if into == len(batches):
                         batches.append([])
-                    batches[into] += members
-                    rooms[into] = rooms.get(into, Fraction(1)) - share
-                    if not rooms[into]:
-                        del rooms[into]
+                    batches[into] += rest
+                    shared.setdefault(into, []).append(added)
         return [tuple(batch) for batch in batches]
 
     def shapes(self, batch: Sequence[int]) -> tuple[tuple[int, int, int], ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, log2, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import normalize, store
+from muonmesh.numerics.working_memory import WorkingMemory
 
 _GRAM = 2.0**10
 """What Gram matrices are multiplied by. Their singular values are at most about 3 in a published set."""
@@ -32,7 +32,9 @@ class _Iterates:
     """Matrices of one shape.
 
     Args:
-        matrices, out, dtype, turns, overwrite: See `buffers_of`.
+        x, following: Memory for X and the next X, which take turns; as `buffers_of` returns it.
+        out: Where the result should lie.
+        turns: How often X becomes the next X.
 
     Attributes:
         x: The iterates of the matrices divided by their norm ν, times ν; at first the loaded matrices.
@@ -45,9 +47,9 @@ class _Iterates:
     inverse: Tensor
     of_gram: Tensor
 
-    def __init__(self, matrices: Tensor, out: Tensor, dtype: torch.dtype, *, turns: int, overwrite: bool) -> None:
-        self.x, self.following = buffers_of(matrices, out, dtype, turns=turns, overwrite=overwrite)
-        narrow = torch.bfloat16 if dtype == torch.float16 else dtype
+    def __init__(self, x: Tensor, following: Tensor, out: Tensor, *, turns: int) -> None:
+        self.x, self.following = x, following
+        narrow = torch.bfloat16 if x.dtype == torch.float16 else x.dtype
         last = self.following if turns % 2 else self.x
         result = last.view(out.dtype if out.dtype.itemsize == narrow.itemsize else narrow)
         self.result = out if result.data_ptr() == out.data_ptr() else result
@@ -85,22 +87,57 @@ class DeviceIteration:
     ) -> None:
         self._prepared, self._segments, self._matmuls, self._dtype = prepared, segments, matmuls, dtype
 
-    def run(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
-        """Orthogonalize ``matrices`` into ``out``, for each shape (batch, m, n)."""
-        self._free, self._counts = list[Tensor](), list(map(len, matrices))
-        options: Any = {"turns": len(self._segments), "overwrite": overwrite}
-        pairs = zip(matrices, out, strict=True)
-        self._iterates = [_Iterates(x, into, self._dtype, **options) for x, into in pairs]
+    def run(
+        self,
+        matrices: Sequence[Tensor],
+        out: Sequence[Tensor],
+        *,
+        overwrite: bool,
+        memory: Tensor | None = None,
+        layout: WorkingMemory | None = None,
+    ) -> None:
+        """Orthogonalize ``matrices`` into ``out``, for each shape (batch, m, n).
+
+        Args:
+            matrices, out: The matrices, and where the results go.
+            overwrite: Whether the memory of the matrices may be used.
+            memory: What both lie in, and the only memory for squares; None: squares get memory of their own.
+            layout: Where they lie there.
+        """
+        self._counts, turns = list(map(len, matrices)), len(self._segments)
+        self._memory, self._layout, self._free = memory, layout, list[Tensor]()
+        self._lasting_square: Tensor | None = None
+        if memory is None or layout is None:
+            pairs = [
+                buffers_of(x, into, self._dtype, turns=turns, overwrite=overwrite, shape_number=number)
+                for number, (x, into) in enumerate(zip(matrices, out, strict=True))
+            ]
+        else:
+            self._memory = memory = memory.view(self._dtype)
+            pairs = list(
+                zip(*(layout.views(memory, layout.matrices(product_number)) for product_number in (0, 1)), strict=True)
+            )
+        self._iterates = [_Iterates(*pair, into, turns=turns) for pair, into in zip(pairs, out, strict=True)]
         for iterates, x in zip(self._iterates, matrices, strict=True):
             iterates.load(x, self._matmuls.normalize)
         if self._prepared.deflation is not None:
             for iterates in self._iterates:
                 deflate(iterates.x, self._prepared.deflation.vectors)
+            self._begin(0)
             self._bound_closer()
         self._take()
         for iterates, into in zip(self._iterates, out, strict=True):
             if iterates.x is not into:
                 store(iterates.x, into)
+
+    def _begin(self, product_number: int) -> None:
+        """Begin with the memory that squares have after so many products X ← Q X."""
+        if self._memory is None or self._layout is None:
+            return
+        count, rows = sum(self._counts), self._iterates[0].x.shape[1]
+        form, first = ((count, rows, rows), (rows * rows, rows, 1)), self._memory.storage_offset()
+        starts = self._layout.places(product_number)
+        self._lasting_square, *self._free = [self._memory.as_strided(*form, first + start) for start in starts]
 
     def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
         """Iterate over the shapes, each with its part of what there is for each matrix."""
@@ -108,95 +145,125 @@ class DeviceIteration:
 
     def _bound_closer(self) -> None:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
-        a, square = self._gram(), self._square()
+        a, square = self._gram(self._square()), self._lasting()
         self._matmuls.multiply(a, a, (), square, 2.0**14 / _GRAM**2)
         exact = torch.promote_types(self._dtype, torch.float32)
         norm = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True, dtype=exact) * 2.0**-14
         for iterates, inverse in self._by_shape(torch.where(norm == 0, 1.0, norm).rsqrt()):
             iterates.divide(inverse)
-        self._free += a, square
+        self._release(a)
+        self._release(square)
 
     def _take(self) -> None:
         """X ← p(X) for the polynomials of each segment, and the last result divided by ν."""
-        for number, segment in enumerate(self._segments, 1):
-            last = number == len(self._segments)
+        for product_number, segment in enumerate(self._segments):
+            last = product_number + 1 == len(self._segments)
+            self._begin(product_number)
             factors, constant, power = self._factor(segment)
+            parts = list[tuple[Tensor, ...]]()  # in the order of the matrices
             for iterates, factor in self._by_shape(factors):
-                x, into = iterates.x, iterates.result if last else iterates.following
-                terms, scale = ((x, constant),) if constant else (), iterates.inverse if last else 1.0
-                self._matmuls.multiply(factor, x, terms, into, 1 / power, scale, symmetric=False)
-                iterates.x, iterates.following = into, x
-            self._free.append(factors)
+                of_shape = [factor, iterates.x, iterates.result if last else iterates.following]
+                of_shape += [iterates.inverse] if last else []
+                one_by_one = self._layout is not None and self._layout.one_by_one
+                parts += (
+                    zip(*(torch.split(whole, 1) for whole in of_shape), strict=True)
+                    if one_by_one
+                    else [tuple(of_shape)]
+                )
+            for factor, x, into, *scale in parts[::-1] if product_number % 2 else parts:
+                terms = ((x, constant),) if constant else ()
+                self._matmuls.multiply(factor, x, terms, into, 1 / power, *scale, symmetric=False)
+            for iterates in self._iterates:
+                iterates.x, iterates.following = iterates.result if last else iterates.following, iterates.x
+            self._release(factors)
 
     def _factor(self, polynomials: Sequence[Polynomial]) -> tuple[Tensor, float, float]:
         """Return Q, μ and s so that Q/s + μ is the factor of X of some steps, all on one Gram matrix."""
-        multiply, r = self._matmuls.multiply, self._gram()
+        multiply, single = self._matmuls.multiply, len(polynomials) == 1
+        # The result goes to the memory that stays while X moves: a polynomial of R, or at last what has been R's.
+        r = self._gram(self._square() if single else self._lasting())
         factor: Tensor | None = None
         constant, power = 1.0, 1.0
         for number, p in enumerate(polynomials, 1):
             p0, step_power, last = p[0], _power(height(p)), number == len(polynomials)
             if factor is None and last and len(p) > 2:  # the identity is part of the factor
-                factor, constant, power = self._polynomial(p, r, step_power, identity=p0), 0.0, step_power
+                factor, constant, power = self._polynomial(p, r, step_power, identity=p0, lasts=True), 0.0, step_power
                 continue
-            z = self._polynomial(p, r, step_power)
+            z = self._polynomial(p, r, step_power, lasts=single)
             joined = z
             if factor is None:
                 constant, power = p0, step_power
             else:  # (Z + p₀)(Q + μ)
                 joint_power = _power(prod(map(height, polynomials[:number])))
                 terms = [(factor, p0 * joint_power / power), (z, constant * joint_power / step_power)]
-                joined = self._square()
+                joined = r if last else self._square()
                 more = {"identity": p0 * constant * joint_power}
                 multiply(z, factor, terms[: 2 if constant else 1], joined, joint_power / (step_power * power), **more)
-                self._free.append(factor)
+                self._release(factor)
                 constant, power = 0.0, joint_power
             if not last:  # the next Gram matrix, (Z + p₀) R (Z + p₀)
                 half = self._square()
                 multiply(z, r, ((r, p0),), half, 1 / step_power)
                 multiply(z, half, ((half, p0),), r, 1 / step_power)
-                self._free.append(half)
+                self._release(half)
             if joined is not z:
-                self._free.append(z)
+                self._release(z)
             factor = joined
-        self._free.append(r)
         assert factor is not None
+        if factor is not r:
+            self._release(r)
         return factor, constant, power
 
-    def _polynomial(self, p: Polynomial, r: Tensor, power: float, *, identity: float = 0.0) -> Tensor:
-        """Return p₁A + p₂A² + …, plus a multiple of the identity, all times a power of two; A is R / `_GRAM`."""
-        multiply, out = self._matmuls.multiply, self._square()
+    def _polynomial(
+        self, p: Polynomial, r: Tensor, power: float, *, identity: float = 0.0, lasts: bool = False
+    ) -> Tensor:
+        """Return p₁A + p₂A² + …, plus a multiple of the identity, all times a power of two; A is R / `_GRAM`.
+
+        ``lasts`` says that it must stay while X moves.
+        """
+        multiply, place = self._matmuls.multiply, self._lasting if lasts else self._square
         if len(p) == 2:
-            return torch.mul(r, p[1] * power / _GRAM, out=out)
+            return torch.mul(r, p[1] * power / _GRAM, out=place())
         if len(p) == 5 and p[4]:
             lead, u, w, t = factored(p)
-            h = self._square()
+            h, out = self._square(), place()
             multiply(r, r, ((r, u),), h, 1 / _GRAM)
             summands = (h, lead * w * power / _GRAM), (r, lead * t * power / _GRAM)
             multiply(h, h, summands, out, lead * power / _GRAM**2, identity=identity * power)
-            self._free.append(h)
+            self._release(h)
             return out
+        powers = range(len(p) - 3, 0, -1)  # Horner's scheme; two memories take turns
+        out = self._square() if len(powers) % 2 else place()
         terms, alpha = ((r, p[-2] * power / _GRAM),), p[-1] * power / _GRAM**2
-        multiply(r, r, terms, out, alpha, identity=identity * power if len(p) == 3 else 0.0)
-        for number in range(len(p) - 3, 0, -1):  # Horner's scheme
-            out, before = self._square(), out
+        multiply(r, r, terms, out, alpha, identity=0.0 if powers else identity * power)
+        for number in powers:
+            out, before = place() if number % 2 else self._square(), out
             more = {"identity": identity * power if number == 1 else 0.0}
             multiply(before, r, ((r, p[number] * power / _GRAM),), out, 1 / _GRAM, **more)
-            self._free.append(before)
+            self._release(before)
         return out
 
-    def _gram(self) -> Tensor:
-        """Return X Xᵀ of the matrices divided by their norm, times `_GRAM`."""
-        squares = self._square()
+    def _gram(self, squares: Tensor) -> Tensor:
+        """Return X Xᵀ of the matrices divided by their norm, times `_GRAM`, in ``squares``."""
         for iterates, square in self._by_shape(squares):
             self._matmuls.multiply(iterates.x, None, (), square, scale=iterates.of_gram)
         return squares
 
     def _square(self) -> Tensor:
         """Return memory for a square of each matrix, (matrices, rows, rows), that is free."""
-        if self._free:
+        if self._free or self._layout is not None:
             return self._free.pop()
         x = self._iterates[0].x
         return torch.empty(sum(self._counts), x.shape[1], x.shape[1], dtype=self._dtype, device=x.device)
+
+    def _lasting(self) -> Tensor:
+        """Return the memory of this kind that stays while X moves; nothing else is in it."""
+        return self._square() if self._lasting_square is None else self._lasting_square
+
+    def _release(self, square: Tensor) -> None:
+        """Give memory back."""
+        if square is not self._lasting_square:
+            self._free.append(square)
 
 
 def _power(height: float) -> float:

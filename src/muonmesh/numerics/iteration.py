@@ -24,7 +24,7 @@ from muonmesh.numerics.square_matrices import (
 
 
 def buffers_of(
-    matrices: Tensor, out: Tensor, dtype: torch.dtype, *, turns: int, overwrite: bool
+    matrices: Tensor, out: Tensor, dtype: torch.dtype, *, turns: int, overwrite: bool, shape_number: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return memory for X of a batch and for the next X, (batch, rows, cols) with rows ≤ cols, of the compute dtype.
 
@@ -38,6 +38,7 @@ def buffers_of(
         dtype: The compute dtype.
         turns: How often X becomes the next X.
         overwrite: Whether the memory of the matrices may be used.
+        shape_number: The number of the shape, if several are computed together.
     """
     shape = torch.Size((len(matrices), *sorted(matrices.shape[1:])))
 
@@ -49,7 +50,7 @@ def buffers_of(
             or candidate.dtype.itemsize != dtype.itemsize
             or candidate.data_ptr() % ALIGNMENT
         ):
-            return scratch(f"long {number}", shape, dtype=dtype, device=matrices.device)
+            return scratch(f"long {shape_number} {number}", shape, dtype=dtype, device=matrices.device)
         return candidate if candidate.dtype == dtype else candidate.view(dtype)
 
     first, second = memory(matrices if overwrite else None, 0), memory(out, 1)

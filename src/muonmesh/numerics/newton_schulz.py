@@ -7,7 +7,7 @@ long side of X only to form A and to apply the result; between them everything i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -35,6 +35,7 @@ from muonmesh.numerics.kernels.product_table import ALIGNMENT
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import alone, plain_modes, run_on_one_thread
 from muonmesh.numerics.precision import exact_products
+from muonmesh.numerics.working_memory import Needs, Shapes, squares_at_once
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
@@ -44,6 +45,9 @@ _AS_IT_IS = nullcontext()
 
 # Where Gram is faster (measured): from so many rows on, if there are so many times as many columns.
 _GRAM_FROM = ((384, 2), (256, 4))
+
+ONE_BY_ONE_FROM = 2048
+"""From how many rows on a device multiplies one matrix by its factor at a time: such a product fills it."""
 
 
 @alone()
@@ -115,6 +119,7 @@ class Orthogonalizer:
         kernels: The ``kernels`` option.
         dtype: Compute dtype.
         device: The device of the matrices.
+        in_place: Whether nothing reads the matrices afterwards.
     """
 
     rows: int
@@ -127,6 +132,7 @@ class Orthogonalizer:
     kernels: KernelName
     dtype: torch.dtype
     device: torch.device
+    in_place: bool = False
     _recordings: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
@@ -140,6 +146,7 @@ class Orthogonalizer:
         dtype: torch.dtype,
         kernels: KernelName,
         device: torch.device,
+        in_place: bool = False,
     ) -> Orthogonalizer:
         """Resolve the options of `orthogonalize` for matrices of one shape."""
         rows, cols = sorted((rows, cols))
@@ -158,7 +165,8 @@ class Orthogonalizer:
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=on_device))
         if prepared.deflation is not None and (on_device or steps not in (None, prepared.steps)):
             prepared = replace(prepared, deflation=replace(prepared.deflation, finish=()))
-        return Orthogonalizer(rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device)
+        resolved = rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device
+        return Orthogonalizer(*resolved, in_place=in_place)
 
     @property
     def on_device(self) -> bool:
@@ -202,10 +210,11 @@ class Orthogonalizer:
         # At most 16 steps, because the coefficients are part of the kernel's code.
         return tuple(c for step in steps for c in (*step, 0.0)[:3]) if fits and len(steps) <= 16 else ()
 
-    @property
-    def squares(self) -> int:
-        """The number of rows × rows buffers that a device needs for a matrix."""
-        return 2 + any(degree > 3 for segment in self.degrees for degree in segment) if self.method == "standard" else 4
+    @cached_property
+    def needs(self) -> Needs:
+        """What a device needs for a batch, of which every shape has the same `joins`."""
+        squares = tuple(map(squares_at_once, self.degrees))
+        return Needs(squares, self.rows >= ONE_BY_ONE_FROM, self.in_place and self.joins is not None)
 
     @cached_property
     def products(self) -> Matmuls:
@@ -238,20 +247,44 @@ class Orthogonalizer:
         )
         return result
 
-    def orthogonalize_batches(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
+    def orthogonalize_batches(
+        self,
+        matrices: Sequence[Tensor],
+        out: Sequence[Tensor],
+        *,
+        overwrite: bool,
+        memory: Tensor | None = None,
+    ) -> None:
         """Write the orthogonal factors of matrices, (batch, m, n) for each shape, to ``out``, in `plain_modes`.
 
-        Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone.
+        Of several shapes, each has an orthogonalizer with the same `joins`; their bits are those of each alone. If both
+        lie in one ``memory``, they lie there as `needs` says.
         """
-        limit, tensors = self.products.batch_limit, (*matrices, *out)
-        if len(out) == 1 and not 0 < out[0].shape[0] <= limit:
-            for start in range(0, out[0].shape[0], limit):
-                self._run(*(tensor[start : start + limit] for tensor in tensors), overwrite=overwrite)
-        elif self.repeats:
+        run: Callable[..., None] = partial(self._run, overwrite=overwrite)
+        tensors: Sequence[Tensor] = (*matrices, *out)
+        facts: Hashable = overwrite
+        limit, count = self.products.batch_limit, len(out[0])
+        if memory is not None:
+            facts = tuple((len(x), *x.shape[1:]) for x in matrices)
+            run, tensors = partial(self._run_in_memory, facts), (memory,)
+        elif len(out) == 1 and not 0 < count <= limit:
+            for start in range(0, count, limit):
+                run(*(tensor[start : start + limit] for tensor in tensors))
+            return
+        if self.repeats:
             with self.exactly():
-                run_again(self._recordings, partial(self._run, overwrite=overwrite), tensors, overwrite)
+                run_again(self._recordings, run, tensors, facts)
         else:
-            self._run(*tensors, overwrite=overwrite)
+            run(*tensors)
+
+    def _run_in_memory(self, shapes: Shapes, memory: Tensor) -> None:
+        """Orthogonalize matrices that lie in a memory as `needs` says."""
+        layout = self.needs.layout(shapes)
+        assert layout is not None
+        matrices, out = (layout.views(memory, start) for start in (layout.matrices(0), layout.results))
+        with self.exactly():
+            iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
+            iteration.run(matrices, out, overwrite=True, memory=memory, layout=layout)
 
     def _run(self, *tensors: Tensor, overwrite: bool) -> None:
         """Orthogonalize the first half of the tensors, one for each shape, into the others."""

@@ -139,7 +139,8 @@ class MuonStep(StepCallbacks):
         if last != ids:
             located, kind = None, ready.of(batch.assignments[0]).kind
             if _only_orthogonalizes(kind):
-                located = kernels.located(Elements(batch.reads, memory[:1]), Elements(batch.writes, memory[1:]))
+                x, out = batch.buffers(memory)
+                located = kernels.located(Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
             self._places[batch] = (
                 ids,
                 located,
@@ -153,7 +154,9 @@ class MuonStep(StepCallbacks):
                 run_again(self._recordings, run, memory, (batch, located.facts), located.beside)
             torch.autograd.graph.increment_version(located.written)
 
-    def compute(self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    def compute(
+        self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor], memory: Tensor | None = None
+    ) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
         kind = self.ready.of(matrices[0]).kind
         rule = kind.rule
@@ -161,7 +164,7 @@ class MuonStep(StepCallbacks):
             for number, matrix in zip(matrices, _one_by_one(batch), strict=True):
                 self._change(number, "balance", matrix)
         if rule.orthogonalizes:
-            kind.orthogonalizer.orthogonalize_batches(batch, out, overwrite=not rule.sees_direction)
+            kind.orthogonalizer.orthogonalize_batches(batch, out, overwrite=not rule.sees_direction, memory=memory)
         else:
             for results, directions in zip(out, batch, strict=True):
                 results.copy_(directions)

@@ -20,13 +20,14 @@ from torch import Tensor
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
-from muonmesh.comm.step_callbacks import Batching
+from muonmesh.comm.step_callbacks import Batching, SharedLayout
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.factored_state import FactoredState, factored_in_buffers, factored_matrices
 from muonmesh.layout.flat import Interval
 from muonmesh.layout.piece_table import NOWHERE, PieceTable
+from muonmesh.layout.plan import Shapes
 from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
@@ -192,17 +193,33 @@ class Batches(Batching):
     orthogonalizers: Mapping[int, Orthogonalizer]
     on_host: bool
 
+    @property
+    def on_device(self) -> bool:
+        """Whether memory limits a batch, and not the number of threads."""
+        return self.device.type != "cpu"
+
     def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
         """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together."""
         plan, orthogonalizer = self.plan, self.orthogonalizers[number]
         numel = plan.assignments[number].matrix.numel
-        if self.device.type == "cpu":
+        if not self.on_device:
             threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
             # Tasks of each thread, so that all threads have equally many.
             turns = -(-count // (threads * orthogonalizer.products.batch_limit))
             return max(1, -(-count // (threads * turns)))
-        size = plan.batch_size(number, orthogonalizer.squares)
+        size = plan.batch_size(number, count, orthogonalizer.needs)
         return min(size, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else size
+
+    def fits(self, number: int, shapes: Shapes, *, stays: bool = False) -> bool:
+        """Return whether one task may compute matrices of several shapes, among them matrix ``number``."""
+        state = sum(map(math.prod, shapes)) if stays and self.on_host else 0
+        fits = state <= self.plan.budget.elements_on_device
+        return fits and self.plan.fits_together(number, shapes, self.orthogonalizers[number].needs)
+
+    def shared_layout(self, number: int, shapes: Shapes) -> SharedLayout | None:
+        """Return where matrices that stay lie with their results, if both may share one memory."""
+        layout = self.orthogonalizers[number].needs.layout(shapes)
+        return None if layout is None else SharedLayout(layout.numel, layout.matrices(0), layout.results)
 
     def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
         """Return what is equal for matrices that one task may compute, if their settings are."""
@@ -294,6 +311,7 @@ def _parameter(
                 dtype=precision.compute,
                 kernels=precision.kernels,
                 device=device,
+                in_place=rule.orthogonalizes and not rule.sees_direction,
             )
         iteration_flops = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
         # Without orthogonalization a rule makes one or two passes over the elements.

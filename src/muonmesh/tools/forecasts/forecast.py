@@ -37,8 +37,9 @@ from muonmesh.layout import (
 from muonmesh.layout.factored_state import size_of
 from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
 from muonmesh.numerics.kernels.product_table import ALIGNMENT, SMALL_COLS, SMALL_ROWS, TORCH_FROM
-from muonmesh.numerics.newton_schulz import resolve_method
+from muonmesh.numerics.newton_schulz import ONE_BY_ONE_FROM, resolve_method
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
+from muonmesh.numerics.working_memory import Needs, squares_at_once
 from muonmesh.report.explain import imbalance
 from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import OptimizedParameter
@@ -60,6 +61,7 @@ KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7
 PLAIN_PRODUCTS = {"gram": 1, "standard": 4}  # of a shape; large ones are torch's, one launch for each matrix
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
+VIEWS_IN_ONE_MEMORY = 45, 7  # more: of a batch that shares a memory with its results; of torch's products then
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
 # runs.
@@ -70,7 +72,6 @@ NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eigh
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
 LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
 MUON = by_defaults(MuonRule)
-SQUARES = {"gram": 4, "standard": 2}  # rows × rows matrices that the iteration works in
 
 
 @dataclass(frozen=True)
@@ -219,12 +220,12 @@ def forecast(
     others = sum(math.prod(other.target.local_shape(rank)) for other in elementwise)
     owned = tuple(number for number, assignment in enumerate(plan.assignments) if assignment.owner == rank)
     batches = [[number for batch in stage.batches for number in batch] for stage in moved.stages]
-    rounds, kernels, by_torch, slow_flops = _products(plan, [*batches, moved.staying])
+    rounds, kernels, by_torch, more_views, slow_flops = _products(plan, chosen, [*batches, moved.staying])
     assembled = sum(stage.numel for stage in moved.stages)
     buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
     views = VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + VIEWS_OF_A_PLAIN_PRODUCT * by_torch
-    views += len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
+    views += more_views + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
     launches = by_torch + LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
@@ -243,7 +244,7 @@ def forecast(
         owned,
         moved,
         stored_bytes,
-        step_memory(plan, moved, partial(_squares, plan), _joins),
+        step_memory(plan, moved, partial(_needs, plan, chosen), _joins),
         NCCL_OF_A_PEER * min(7, len(plan.ranks) - 1) * (moved.messages > 0),
         launches + kernels,
         kernels,
@@ -256,11 +257,12 @@ def forecast(
     )
 
 
-def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, float]:
-    """Return how many batches these matrices are, of the package's kernels, of torch's products, and weighted FLOPs."""
-    rounds, kernels, by_torch, slow_flops = 0, 0, 0, 0.0
-    batch_size = lambda number, _: plan.batch_size(number, _squares(plan, number))  # noqa: E731
-    for batch in (batch for numbers in buckets for batch in plan.batches(numbers, batch_size, _joins)):
+def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, int, float]:
+    """Return how many batches these matrices are, of the package's kernels, torch's products, views, weighted FLOPs."""
+    rounds, kernels, by_torch, views, slow_flops = 0, 0, 0, 0, 0.0
+    size_of = lambda number, count: plan.batch_size(number, count, _needs(plan, rule, number))  # noqa: E731
+    fits = lambda number, shapes: plan.fits_together(number, shapes, _needs(plan, rule, number))  # noqa: E731
+    for batch in (batch for numbers in buckets for batch in plan.batches(numbers, size_of, _joins, fits)):
         shapes = plan.shapes(batch)
         _, *shape = shapes[0]
         rounds += 1
@@ -269,9 +271,13 @@ def _products(plan: Plan, buckets: Sequence[Sequence[int]]) -> tuple[int, int, i
         if min(shape) >= TORCH_FROM[torch.float16]:
             kernels -= PLAIN_PRODUCTS[method] * len(shapes)
             by_torch += PLAIN_PRODUCTS[method] * len(batch)
+            if plan.memories(batch[0]) == 1:  # the last product too
+                kernels += len(batch) - len(shapes)
+                views += VIEWS_IN_ONE_MEMORY[1] * PLAIN_PRODUCTS[method] * len(batch)
+        views += VIEWS_IN_ONE_MEMORY[0] * (plan.memories(batch[0]) == 1)
         weight = DeviceRates.weight_of(len(batch) * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in batch) * weight
-    return rounds, kernels, by_torch, slow_flops
+    return rounds, kernels, by_torch, views, slow_flops
 
 
 def _is_small(rows: int, cols: int) -> bool:
@@ -279,13 +285,19 @@ def _is_small(rows: int, cols: int) -> bool:
     return rows <= SMALL_ROWS and cols <= SMALL_COLS
 
 
-def _squares(plan: Plan, number: int) -> int:
-    return SQUARES[resolve_method(*plan.assignments[number].matrix.shape)]
+def _needs(plan: Plan, rule: Rule, number: int) -> Needs:
+    rows, cols = plan.assignments[number].matrix.shape
+    segments = segments_of(coefficient_schedule(COEFFICIENTS, STEPS), resolve_method(rows, cols), half=True)
+    in_place = rule.orthogonalizes and not (rule.sees_direction or _is_alone(rows, cols))
+    return Needs(tuple(squares_at_once(list(map(len, s))) for s in segments), rows >= ONE_BY_ONE_FROM, in_place)
+
+
+def _is_alone(rows: int, cols: int) -> bool:
+    return _is_small(rows, cols) or rows * cols * WIRE % ALIGNMENT != 0
 
 
 def _joins(number: int, shape: tuple[int, int]) -> Hashable:
-    alone = _is_small(*shape) or math.prod(shape) * WIRE % ALIGNMENT
-    return shape if alone else (shape[0], resolve_method(*shape))
+    return shape if _is_alone(*shape) else (shape[0], resolve_method(*shape))
 
 
 def gradients_to_owners(

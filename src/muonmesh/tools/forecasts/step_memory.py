@@ -8,29 +8,34 @@ from functools import partial
 
 from muonmesh.comm.schedule import Stage
 from muonmesh.layout import Plan
+from muonmesh.layout.plan import Needs, Shapes
 from muonmesh.report.traffic import Traffic
 
 
 def step_memory(
-    plan: Plan, moved: Traffic, squares: Callable[[int], int], joins: Callable[[int, tuple[int, int]], Hashable]
+    plan: Plan, moved: Traffic, needs_of: Callable[[int], Needs], joins: Callable[[int, tuple[int, int]], Hashable]
 ) -> int:
     """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
 
     Args:
         plan: The plan with its budget.
         moved: The traffic of the rank.
-        squares: A function from an assignment to the number of rows × rows buffers that its orthogonalization needs.
+        needs_of: A function from an assignment to what a batch of such matrices needs.
         joins: See `Plan.batches`.
     """
     if plan.budget.host:
         return _host_elements(moved.stages) * plan.budget.itemsize
-    computing_elements = partial(_computing, plan, squares, joins)
-    peak = computing = computing_elements(moved.staying, beside=2)
+    computing_elements = partial(_computing, plan, needs_of, joins)
+    peak = computing = computing_elements(moved.staying, lambda needs, shapes: needs(shapes, 1))
     results, under_way = 0, [(0, 0)]  # elements of results that are sent and received, by exchange
     for stage, after in itertools.zip_longest(moved.stages, moved.stages[1:]):
         assignments, elements = list(itertools.chain.from_iterable(stage.batches)), stage.numel
         coming = 0 if after is None else _gathering(after)
-        in_squares, with_matrices, with_results = (computing_elements(assignments, beside=n) for n in (0, 1, 2))
+        in_squares = computing_elements(assignments, lambda needs, shapes: needs(shapes, 0))
+        with_results = computing_elements(assignments, lambda needs, shapes: needs(shapes, 2))
+        with_matrices = computing_elements(
+            assignments, lambda needs, shapes: (needs(shapes, 0) + needs(shapes, 2)) // 2
+        )
         if stage.gathers:
             arrived = max(_gathering(stage), 2 * elements + in_squares)
             peak = max(peak, arrived + coming + sum(under_way[0]))
@@ -67,18 +72,16 @@ def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
 
 def _computing(
     plan: Plan,
-    squares: Callable[[int], int],
+    needs_of: Callable[[int], Needs],
     joins: Callable[[int, tuple[int, int]], Hashable],
     numbers: Sequence[int],
-    *,
-    beside: int,
+    in_use: Callable[[Needs, Shapes], int],
 ) -> int:
-    """Return the most elements in use at once by a batch: its squares, and ``beside`` times its matrices."""
-    most = 0
-    for batch in plan.batches(numbers, lambda number, _: plan.batch_size(number, squares(number)), joins):
-        shapes = [(squares(number), plan.assignments[number].matrix.shape) for number in batch]
-        most = max(most, sum(count * rows * rows + beside * rows * cols for count, (rows, cols) in shapes))
-    return most
+    """Return the most elements in use at once by a batch; ``in_use`` says how many a batch uses."""
+    size_of = lambda number, count: plan.batch_size(number, count, needs_of(number))  # noqa: E731
+    fits = lambda number, shapes: plan.fits_together(number, shapes, needs_of(number))  # noqa: E731
+    batches = plan.batches(numbers, size_of, joins, fits)
+    return max((in_use(needs_of(batch[0]), plan.shapes(batch)) for batch in batches), default=0)
 
 
 def _host_elements(stages: Sequence[Stage]) -> int:
