@@ -22,7 +22,7 @@ from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
 from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
-from muonmesh.comm.storage import this_rank
+from muonmesh.comm.storage import PLAIN, local_of, this_rank
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
@@ -220,9 +220,14 @@ def _digest(record: ParameterRecord) -> str:
 def _sums(records: Iterable[ParameterRecord]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks.
 
-    All ranks that have a plain frozen weight hold a copy of it, whichever these are.
+    All ranks that have a plain frozen weight hold a copy of it, whichever these are. Frozen weights that are
+    subclasses of tensors, such as quantized ones, may refuse what a checksum needs, and are left out.
     """
-    weights = [record.parameter for record in records if not _is_buffer(record)]
+    weights = [
+        record.parameter
+        for record in records
+        if record.group or (not _is_buffer(record) and type(local_of(record.parameter.tensor)) in PLAIN)
+    ]
     whole = {(p.name, p.ranks): p for p in weights if p.storage.replicated}
     whole |= {(p.name, ()): p for p in weights if p.storage.layout is None and not p.algorithm}
     return {key: int(sum_of_bits(p.storage, p.tensor, p.tensor.device)) for key, p in whole.items()}
