@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import muonmesh as mm
 from tests.support import problem
+from tests.support.on_ranks import on_ranks
 
 COVERS = (
     "checkpoint.load_plan.LoadPlan",
@@ -159,9 +161,7 @@ def test_without_strict_the_common_names_load_and_the_others_stay(saved: Callabl
     before = whole_with_buffers(model, optimizer)
     mm.checkpoint.load(path, model, optimizer, strict=False)
     after = whole_with_buffers(model, optimizer)
-    first, its_optimizer = make()
-    step_with_random_gradients(first, its_optimizer, 1)
-    expected = whole_with_buffers(first, its_optimizer)
+    expected = whole_with_buffers(*make_saved())
     for name, value in after.items():
         assert torch.equal(value, (before if name.startswith("gate") else expected)[name]), name
 
@@ -175,6 +175,74 @@ def test_buffers_come_back_and_the_saved_learning_rate_counts(saved: Callable[..
     rate = optimizer.param_groups[0]["lr"]
     assert isinstance(rate, Tensor)
     assert float(rate) == 0.25
+
+
+class Normed(nn.Module):
+    """Several buffers of different sizes, which DDP lets differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.wide, self.narrow = nn.BatchNorm1d(12), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.down(self.wide(self.up(x))))
+
+
+@on_ranks(2)
+def test_buffers_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    """They had been some of one rank and some of another, so statistics of two ranks were mixed."""
+    model = nn.parallel.DistributedDataParallel(Normed())
+    optimizer = mm.from_model(model)
+    for step in range(2):
+        model(torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))).sum().backward()
+        optimizer.step()
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    other = nn.parallel.DistributedDataParallel(Normed())
+    mm.checkpoint.load(tmp_path / "checkpoint", other, mm.from_model(other))
+    for (name, buffer), loaded in zip(model.named_buffers(), other.buffers(), strict=True):
+        first = buffer.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(loaded, first), name
+
+
+def test_state_of_what_is_frozen_now_is_not_dropped_unseen(saved: Callable[..., Path]) -> None:
+    path = saved()
+    model, _ = make(seed=5)
+    model.up.requires_grad_(False)  # type: ignore[union-attr]
+    groups = groups_of(model, FUSED)
+    at = groups[0]["param_names"].index("up.weight")
+    for key in ("params", "param_names", "matrices"):
+        del groups[0][key][at]
+    optimizer = mm.Muon(groups, process_group="local", compute_dtype=torch.float32)
+    before = whole_with_buffers(model, optimizer)
+    with pytest.raises(mm.StateError, match=r"found state of up\.weight, which nothing here trains.*strict=False"):
+        mm.checkpoint.load(path, model, optimizer)
+    assert problem.differing(whole_with_buffers(model, optimizer), before) == []
+    mm.checkpoint.load(path, model, optimizer, strict=False)
+    assert torch.equal(model.get_parameter("norm.bias"), make_saved()[0].get_parameter("norm.bias"))
+
+
+def make_saved() -> tuple[Model, mm.Muon]:
+    model, optimizer = make()
+    advance(model, optimizer, 1)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", ["frozen", "buffer"])
+def test_two_tensors_of_one_canonical_name_are_refused(kind: str, tmp_path: Path) -> None:
+    """A frozen ``module.up.weight`` beside a trained ``up.weight`` had not been saved, without an error."""
+    model, optimizer = make()
+    inner = nn.Module()
+    inner.up = nn.Linear(5, 9, bias=False).requires_grad_(False)
+    inner.register_buffer("count", torch.zeros(2))
+    delattr(inner, "count" if kind == "frozen" else "up")
+    model.add_module("module", inner)
+    name = "up.weight" if kind == "frozen" else "count"
+    message = rf"{re.escape(name)}: found two tensors of this name, {re.escape(name)} and module\.{re.escape(name)};"
+    with pytest.raises(mm.StateError, match=message):
+        mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_groups_may_be_cut_otherwise_if_their_settings_are_the_same(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -649,13 +649,18 @@ def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(workers, 
 def save_replicas(path: str, how: str) -> tuple[str, bool]:
     """What a save warns of, and whether it saved; after a step whose gradients some ranks had for themselves."""
     model, optimizer = two_and_optimizer()
+    frozen = torch.ones(3) + (dist.get_rank() if how == "frozen" else 0)
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    model.register_buffer("buffer", torch.full((2,), float(dist.get_rank())))  # may differ, as BatchNorm's do
     for step in range(2):
-        give_drawn(model, step + (10 * dist.get_rank() if how == "drifted" and step else 0))
+        give_drawn(model, step + (10 * dist.get_rank() if how == "vector" and step else 0))
         optimizer.step()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mm.checkpoint.save(path, model, optimizer)
     fresh, other = two_and_optimizer()
+    fresh.register_parameter("frozen", nn.Parameter(torch.zeros(3), requires_grad=False))
+    fresh.register_buffer("buffer", torch.zeros(2))
     mm.checkpoint.load(path, fresh, other)
     return " ".join(str(warning.message) for warning in caught), same_bits(
         *([v] for v in gathered_from_all(fresh.vector.detach()))
@@ -668,13 +673,14 @@ def gathered_from_all(tensor: Tensor) -> list[Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("how", ["alike", "drifted"])
+@pytest.mark.parametrize("how", ["alike", "vector", "frozen"])
 def test_a_save_warns_of_replicas_that_have_drifted_apart(workers, tmp_path: Path, how: str) -> None:
     (message, equal), (nothing, equal_there) = workers(2).run(save_replicas, str(tmp_path / "saved"), how, timeout=SOON)
     assert equal
     assert equal_there
     assert not nothing
-    assert ("vector: The ranks 0 and 1 hold replicas of this parameter" in message) == (how == "drifted"), message
+    named = [name for name in ("vector", "frozen", "buffer") if f"{name}: The ranks 0 and 1 hold replicas" in message]
+    assert named == ([] if how == "alike" else [how]), message
 
 
 def gradients_of_some(how: str, folder: str) -> str:

@@ -230,7 +230,7 @@ def plan_load(
     tensors: Mapping[str, SavedTensor],
     saved: Mapping[str, Any],
     records: Sequence[ParameterRecord],
-    everyone: Collection[str],
+    everyone: Mapping[str, bool],
     *,
     strict: bool,
 ) -> LoadPlan:
@@ -241,7 +241,7 @@ def plan_load(
         tensors: The tensors in the checkpoint, by name.
         saved: The checkpoint's settings, see `group_settings`.
         records: The parameters of this rank, and the tensors that no optimizer steps.
-        everyone: The names of the records of all ranks.
+        everyone: The names of the records of all ranks, and whether an optimizer trains each.
         strict: Whether missing and additional names are an error.
 
     Raises:
@@ -290,14 +290,17 @@ def plan_load(
 
 
 def _name_faults(
-    local: Collection[str], saved: Mapping[str, Any], states: Mapping[str, Any], everyone: Collection[str]
+    local: Collection[str], saved: Mapping[str, Any], states: Mapping[str, Any], everyone: Mapping[str, bool]
 ) -> list[str]:
     """Return messages about names that only the checkpoint or only this run has, each with the most similar name."""
     spare, lost = [name for name in saved if name not in everyone], [name for name in local if name not in saved]
-    strays = [name for name in states if name not in saved and name not in everyone]
+    strays = [name for name in states if not everyone.get(name, name in saved)]
     lines: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or saved) for name in lost]
     lines += [(f"{MODEL}.{name}, which nothing here has", name, lost or local) for name in spare]
-    lines += [(f"state of {name}, which nothing here has", name, local) for name in strays]
+    lines += [
+        (f"state of {name}, which nothing here {'trains' if name in everyone else 'has'}", name, local)
+        for name in strays
+    ]
     # Only for what the message will show: with many names, the search for all could take hours.
     shown = [message + nearest(name, among) for message, name, among in lines[:_SHOWN]]
     return shown + [message for message, _, _ in lines[_SHOWN:]]

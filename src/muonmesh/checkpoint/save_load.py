@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from muonmesh.checkpoint.folder import open_checkpoint, write
 from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
-from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord, recorded_in
+from muonmesh.checkpoint.record import CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
 from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
-from muonmesh.comm.storage import this_rank
+from muonmesh.comm.storage import PLAIN, local_of, this_rank
 from muonmesh.errors import StateError, about, explain_error, warn
 from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
@@ -55,8 +55,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
     All ranks call it. Each rank writes its shards; of several replicas only one rank writes. The checkpoint has
     parameters, buffers, frozen weights, momentum, AdamW's moments, state of rules by row, column or matrix, the
     settings of the groups, and the running means of ``clip_grad_norm_(skip_above="4x")``. Where a weight has an fp32
-    master weight, the master weight is saved. Parameters have their canonical names, so DDP, torch.compile and
-    activation checkpointing leave no trace.
+    master weight, the master weight is saved. Of a buffer, the first rank's is saved, which is also the one that DDP
+    sends to all ranks. Parameters have their canonical names, so DDP, torch.compile and activation checkpointing leave
+    no trace.
 
     The checkpoint has no learning-rate scheduler, loss scale, random numbers or place in the data. With an engine of
     DeepSpeed, it has no counts of the engine. Save these in a file next to the folder, and load them after `load`::
@@ -70,7 +71,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
 
     Raises:
         StateError: on every rank: a step was interrupted while it wrote, ranks hold different tensors under one name,
-            a setting is not plain data, or a module has extra state.
+            two tensors have one canonical name, a setting is not plain data, or a module has extra state.
         FileError: the folder could not be written.
         TypeError: the optimizer is of another kind.
 
@@ -85,12 +86,12 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         trained = [record for record in records if record.group]
 
         def facts() -> tuple[dict[str, str], Any, dict[tuple[str, tuple[int, ...]], int]]:
-            return {record.name: _digest(record) for record in records}, group_settings(trained), _sums(trained)
+            return {record.name: _digest(record) for record in records}, group_settings(trained), _sums(records)
 
         digests, settings, sums = zip(*results_of_all_ranks(facts, kind=StateError), strict=True)
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
-        tensors = settled(lambda: {name: share for record in records for name, share in record.shares()})
+        tensors = settled(lambda: _shares(records, digests))
         write(path, tensors, merged_settings(settings))
 
 
@@ -134,9 +135,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     check_saved_settings(contents.folder / SETTINGS_FILE, contents.settings)
     with host.whole(model, write=True):
         records = settled(lambda: _records(host, model))
-        own_names = [record.name for record in records]
-        names = {name for names_of_rank in gather_objects(own_names) for name in names_of_rank}
-        plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, names, strict=strict))
+        trained = dict[str, bool]()
+        for names_of_rank in gather_objects({record.name: bool(record.group) for record in records}):
+            trained |= {name: is_trained or trained.get(name, False) for name, is_trained in names_of_rank.items()}
+        plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, trained, strict=strict))
         on_every_rank(lambda: contents.read(plan.boxes))
         settled(plan.check)
         host.checkpoint_changing()
@@ -163,6 +165,7 @@ def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRec
 
     Raises:
         LayoutError: FSDP1 has flattened one of the other tensors.
+        StateError: two tensors of the model have the same canonical name.
     """
     refuse_extra_state(model)
     records, renamed = host.checkpoint_records(), host.renamed(model)
@@ -179,9 +182,15 @@ def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRec
     modules = model.named_modules(remove_duplicate=False)
     passing = {f"{path}.{key}".lstrip(".") for path, module in modules for key in module._non_persistent_buffers_set}
     tensors += [entry for entry in model.named_buffers(remove_duplicate=False) if entry[0] not in passing]
-    untrained = {}
-    for name, tensor in tensors:
-        name = saved_as(name)
+    untrained, by_name = {}, dict[str, tuple[str, Tensor]]()
+    for path, tensor in tensors:
+        name = saved_as(path)
+        other, same = by_name.setdefault(name, (path, tensor))
+        if same is not tensor:
+            fault, needed = f"two tensors of this name, {other} and {path}", "one, or only one of them would be saved"
+            raise StateError(
+                explain_error(name, fault, needed, "Rename a module: checkpoints leave out wrappers' names")
+            )
         if id(tensor) not in known_ids and name not in names:
             known_ids.add(id(tensor))
             refuse_flattened(name, tensor)
@@ -209,9 +218,41 @@ def _digest(record: ParameterRecord) -> str:
 
 
 def _sums(records: Iterable[ParameterRecord]) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks."""
-    whole = [record.parameter for record in records if record.parameter.storage.replicated]
-    return {(p.name, p.ranks): int(sum_of_bits(p.storage, p.tensor, p.tensor.device)) for p in whole}
+    """Return a checksum of each weight of which several ranks hold whole copies, by its name and these ranks.
+
+    All ranks that have a plain frozen weight hold a copy of it, whichever these are. Frozen weights that are
+    subclasses of tensors, such as quantized ones, may refuse what a checksum needs, and are left out.
+    """
+    weights = [
+        record.parameter
+        for record in records
+        if record.group or (not _is_buffer(record) and type(local_of(record.parameter.tensor)) in PLAIN)
+    ]
+    whole = {(p.name, p.ranks): p for p in weights if p.storage.replicated}
+    whole |= {(p.name, ()): p for p in weights if p.storage.layout is None and not p.algorithm}
+    return {key: int(sum_of_bits(p.storage, p.tensor, p.tensor.device)) for key, p in whole.items()}
+
+
+def _is_buffer(record: ParameterRecord) -> bool:
+    return not record.group and not isinstance(record.parameter.tensor, nn.Parameter)
+
+
+def _shares(records: Iterable[ParameterRecord], names_by_rank: Sequence[Collection[str]]) -> dict[str, LocalBoxes]:
+    """Return what this rank writes of each tensor, by the tensor's name in the checkpoint.
+
+    Replicas share the work, each with some of the tensors. But buffers may differ between ranks, as BatchNorm's do
+    under DDP. Those of several ranks would not belong together, so the first rank that has a buffer writes it.
+
+    Args:
+        records: The records of this rank.
+        names_by_rank: The names of the records of each rank.
+    """
+    shares = dict[str, LocalBoxes]()
+    for record in records:
+        elsewhere = _is_buffer(record) and any(record.name in names for names in names_by_rank[: this_rank()])
+        for name, share in record.shares():
+            shares[name] = share._replace(boxes={}) if elsewhere else share
+    return shares
 
 
 def _warn_of_drift(sums_by_rank: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:
