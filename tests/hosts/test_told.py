@@ -20,6 +20,7 @@ import muonmesh as mm
 from muonmesh.integrations.accelerate import from_model
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.transformers import MuonCallback, MuonFactory
+from tests.hosts.deepspeed_engine import zero
 from tests.hosts.tiny import Tokens, llama
 from tests.hosts.world import accelerated, launched
 
@@ -87,6 +88,23 @@ def test_what_a_trainer_cannot_be_given_is_said(
 ) -> None:
     with launched(), pytest.raises((TypeError, ValueError), match=message):
         trainer_for(tmp_path, pair, **more).train()
+
+
+def two_rates(folder: str) -> str:
+    """What a Trainer says of a rate beside ``args``, if DeepSpeed's scheduler has that of ``args``."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+    config = {"train_micro_batch_size_per_gpu": "auto", **zero(1), "scheduler": scheduler}
+    with launched(), accelerated(True):
+        trainer = trainer_for(Path(folder), (MuonFactory, {"lr": 1e-3}), deepspeed=config, learning_rate=0.01)
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is compared where it arrives
+            trainer.train()
+    return str(error.value)
+
+
+def test_a_rate_that_deepspeeds_scheduler_would_overrule_is_refused(workers: Any, tmp_path: Path) -> None:
+    for message in workers(2).run(two_rates, str(tmp_path), timeout=120.0):
+        assert "found learning_rate=0.01, which DeepSpeed's scheduler follows, and lr=0.001 beside args" in message
+        assert message.endswith("Write TrainingArguments(learning_rate=0.001)")
 
 
 def test_groups_that_a_trainer_makes_itself_are_refused() -> None:

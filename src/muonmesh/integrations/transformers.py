@@ -10,7 +10,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -68,7 +70,8 @@ class MuonFactory:
 
         Raises:
             TypeError, ValueError: a setting is unknown or wrong, ``args`` is missing, or ``args`` sets ``optim`` or
-                ``optim_args``, which MuonFactory does not use.
+                ``optim_args``, which MuonFactory does not use; or a scheduler in DeepSpeed's config has the learning
+                rate of ``args``, and ``settings`` another.
         """
         if args is None:
             write = 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
@@ -81,6 +84,12 @@ class MuonFactory:
             problem, needed = f"optim={OptimizerNames(args.optim).value!r} and MuonFactory", "only one optimizer"
             write = "To train with muonmesh, remove optim=. To train with the other, remove optimizer_cls_and_kwargs="
             raise ValueError(explain_error("TrainingArguments", problem, needed, write))
+        if (lr := settings.get("lr", args.learning_rate)) != args.learning_rate in _rates_of_scheduler():
+            problem = (
+                f"learning_rate={args.learning_rate}, which DeepSpeed's scheduler follows, and lr={lr} beside args"
+            )
+            write = f"Write TrainingArguments(learning_rate={lr})"
+            raise ValueError(explain_error("TrainingArguments", problem, "one rate", write))
         defaults = {
             "lr": args.learning_rate,
             "weight_decay": args.weight_decay,
@@ -194,6 +203,14 @@ def _optimizer_in(optimizer: Any) -> Muon | EngineOptimizer:
             return inner_optimizer
     problem, write = f"a {type(inner).__name__}", 'Write optimizer_cls_and_kwargs=(MuonFactory, {"args": args})'
     raise ValueError(explain_error("MuonCallback", problem, "a Trainer whose optimizer is muonmesh.Muon", write))
+
+
+def _rates_of_scheduler() -> list[float]:
+    """Return the rates in the scheduler of DeepSpeed's config; the Trainer demands there its own, or "auto" for it."""
+    if AcceleratorState._shared_state.get("distributed_type") != DistributedType.DEEPSPEED:
+        return []
+    params = AcceleratorState().deepspeed_plugin.deepspeed_config.get("scheduler", {}).get("params", {})
+    return [value for key, value in params.items() if key.endswith("_lr")]
 
 
 def _scaled_by(optimizer: Muon) -> list[AcceleratedOptimizer]:
