@@ -128,8 +128,14 @@ def against_one_process(layout: str, process_group: str | None, folder: Path) ->
     return report
 
 
-@pytest.mark.parametrize("process_group", [None, "auto"])
-@pytest.mark.parametrize("layout", MESHES)
+@pytest.mark.parametrize(
+    ("layout", "process_group"),
+    [
+        *((layout, None) for layout in MESHES),
+        *(("tp", "auto"), ("hsdp, tp", "auto")),
+        *(pytest.param(name, "auto", marks=pytest.mark.soak) for name in MESHES if name not in ("tp", "hsdp, tp")),
+    ],
+)
 def test_what_a_plan_leaves_out_is_one_parameter(
     workers, tmp_path: Path, layout: str, process_group: str | None
 ) -> None:

@@ -615,22 +615,6 @@ def test_a_layer_that_reads_integer_boxes_once_for_all_blocks_is_an_input_layer(
     assert placed == {"embed.weight": INPUT, "places.weight": INPUT, "out.weight": HEAD} | hidden
 
 
-def test_keys_and_values_of_a_text_in_each_block_are_hidden() -> None:
-    def forward(self: Any, ids: Tensor, text: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block["proj"](attention(block["q"](x), *block["kv"](text).chunk(2, -1)))
-        out: Tensor = self.out(x)
-        return out
-
-    layers = {"q": nn.Linear(16, 16), "kv": nn.Linear(12, 32), "proj": nn.Linear(16, 16)}
-    blocks = nn.ModuleList(nn.ModuleDict(copy.deepcopy(layers)) for _ in range(2))
-    placed = roles(
-        Calls(forward, embed=nn.Embedding(9, 16), blocks=blocks, out=nn.Linear(16, 9)), (*IDS, torch.randn(2, 7, 12))
-    )
-    assert placed["blocks.0.kv.weight"] == placed["blocks.1.kv.weight"] == ("rows", 16, 16)
-
-
 def test_a_layer_that_refines_what_a_deep_layer_made_makes_an_output() -> None:
     """As the postnet of SpeechT5 and Tacotron; a residual stream, which begins at an input layer, is none."""
 

@@ -59,12 +59,17 @@ def passes_on(optimizer: mm.Muon) -> bool:
 FOUR = ("hsdp", "replicate inside", "all replicated", "three axes", "experts")
 EIGHT = [name for name in layouts.EIGHT if "replicas" in name or name == "hsdp over tp"]
 SOME = {"memory_budget_mb": BUCKETS["some"]}
+# All results in one exchange, and in many, are the ends; what lies between is theirs again.
+BETWEEN = {name: [pytest.mark.soak] * (name == "some") for name in BUCKETS}
 
 
 @pytest.mark.parametrize(
     ("ranks", "layout", "machine", "settings"),
     [
-        *((4, name, 2, {"memory_budget_mb": bucket}) for name in FOUR for bucket in BUCKETS.values()),
+        *(
+            pytest.param(4, name, 2, {"memory_budget_mb": BUCKETS[bucket]}, marks=BETWEEN[bucket])
+            for name, bucket in itertools.product(FOUR, BUCKETS)
+        ),
         (4, "all replicated", 2, {"compute_dtype": torch.bfloat16, **SOME}),
         (4, "all replicated", 2, {"shard_state": True, **SOME}),
         (4, "declared hsdp", 2, SOME),
@@ -92,7 +97,7 @@ def test_bit_for_bit(workers, ranks: int, layout: str, machine: int, settings: d
 # ------------------------------------------------------------------ sums over matrices
 
 
-@pytest.mark.parametrize("bucket", BUCKETS.values(), ids=BUCKETS)
+@pytest.mark.parametrize("bucket", [pytest.param(BUCKETS[name], id=name, marks=BETWEEN[name]) for name in BUCKETS])
 @pytest.mark.parametrize("name", ["hsdp", "all replicated"])
 @on_ranks(4)
 def test_bit_for_bit_where_sums_come_first(name: str, bucket: float | None) -> None:
@@ -159,7 +164,13 @@ def far(
     return sent.far, optimizer.counts.bytes_sent, forecasted.bytes_sent
 
 
-@pytest.mark.parametrize("bucket", [256.0, 0.8, 0.16], ids=["one exchange", "some", "many"])
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        pytest.param(size, id=name, marks=BETWEEN[name])
+        for name, size in {"one exchange": 256.0, "some": 0.8, "many": 0.16}.items()
+    ],
+)
 @pytest.mark.parametrize(
     ("sizes", "placements", "machine"),
     [
