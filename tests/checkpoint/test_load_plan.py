@@ -225,7 +225,7 @@ def test_state_of_what_is_frozen_now_is_not_dropped_unseen(saved: Callable[..., 
 
 def make_saved() -> tuple[Model, mm.Muon]:
     model, optimizer = make()
-    advance(model, optimizer, 1)
+    step_with_random_gradients(model, optimizer, 1)
     return model, optimizer
 
 
