@@ -24,9 +24,9 @@ class RecordedPlugin(MuonPlugin):
             torch.save(recorded, Path(cfg.output_dir) / "steps.pt")
 
         def create_optimizer(model: nn.Module | None = None) -> Any:
-            made = trainer.optimizer is None
+            is_new = trainer.optimizer is None
             optimizer = create(model)
-            if made:
+            if is_new:
                 optimizer.register_step_pre_hook(write)
             return optimizer
 
