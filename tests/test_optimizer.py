@@ -294,7 +294,7 @@ def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
 
     (message,), still = steps()
     assert still
-    assert message.startswith(r"^(1|2)\.1\.weight$: AdamW trains these weights in 16 bits without masters")
+    assert message.startswith("*.1.weight: AdamW trains these weights in 16 bits without masters")
     assert "at learning rate 0.001 rounding leaves all of their entries unchanged" in message
     for settings in ({"master_dtype": torch.float32}, {"stochastic_rounding": 0}, {"adamw": {"lr": 0.1}}):
         assert steps(**settings) == ([], False)

@@ -195,14 +195,14 @@ def test_small_gradients_are_not_scaled_and_torch_agrees() -> None:
         assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5)
 
 
-def of_inference(gradient: Tensor) -> Tensor:
+def made_in_inference(gradient: Tensor) -> Tensor:
     with torch.inference_mode():
         return gradient.clone()
 
 
 UNWRITABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda gradient: gradient[:1].expand(gradient.shape),
-    "of inference": of_inference,
+    "of inference": made_in_inference,
 }
 
 

@@ -1085,6 +1085,21 @@ def test_a_model_on_meta() -> None:
     assert roles(model, (torch.randn(2, 8),)) == {"0.weight": INPUT, "2.weight": HEAD}
 
 
+def test_a_model_on_meta_may_have_run_and_hold_what_it_computed() -> None:
+    """Torch copies no tensor with a graph."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.hidden = {"last": [self.inner[0](x)]}
+        out: Tensor = self.inner(x)
+        return out
+
+    with torch.device("meta"):
+        inner = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+        model = Calls(forward, inner=inner)
+        model(torch.randn(2, 8))
+    assert roles(model, (torch.randn(2, 8),)) == {"inner.0.weight": INPUT, "inner.2.weight": HEAD}
+
+
 def test_a_model_on_meta_that_reads_numbers_is_told_yes() -> None:
     """There are none, and no other forward could have them."""
     with torch.device("meta"):

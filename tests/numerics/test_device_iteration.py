@@ -35,7 +35,7 @@ def extent(x: Tensor) -> range:
     return range(x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize)
 
 
-def apart(x: Tensor, y: Tensor) -> bool:
+def share_no_memory(x: Tensor, y: Tensor) -> bool:
     """Whether contiguous tensors, or transposes of such, share no memory."""
     return max(extent(x).start, extent(y).start) >= min(extent(x).stop, extent(y).stop)
 
@@ -54,7 +54,7 @@ def like_triton() -> Matmuls:
         identity: float = 0.0,
     ) -> Tensor:
         for operand in (a, b, *(c for c, _ in terms)):
-            assert operand is None or apart(operand, out)
+            assert operand is None or share_no_memory(operand, out)
         wide = torch.promote_types(a.dtype, torch.float32)
         result = alpha * (a.to(wide) @ (a.mT if b is None else b).to(wide))
         for c, factor in terms:

@@ -88,11 +88,10 @@ def _read_on_meta(model: nn.Module, args: Any, kwargs: Any, *, bf16: bool, made_
     with plain_modes():
         memo: dict[int, Any] = {}  # without a copy of the numbers
         for module in model.modules():
-            for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if isinstance(value, Tensor):
-                    empty = value.detach().to("meta")
-                    parameter = isinstance(value, nn.Parameter)
-                    memo[id(value)] = nn.Parameter(empty, value.requires_grad) if parameter else empty
+            for value in tensors_in(vars(module)):  # also what a forward has left in it, which torch would not copy
+                empty = value.detach().to("meta")
+                parameter = isinstance(value, nn.Parameter)
+                memo[id(value)] = nn.Parameter(empty, value.requires_grad) if parameter else empty
         twin = copy.deepcopy(model, memo)
         twin = twin.bfloat16() if bf16 else twin
         inputs = tree_map(moved, (args, kwargs))
