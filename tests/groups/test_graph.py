@@ -1079,6 +1079,30 @@ def test_a_forward_that_reads_numbers_runs_on_the_model() -> None:
     assert model.count == 0
 
 
+def standardized(weight: Tensor) -> Tensor:
+    """Rows of mean 0 and variance 1, as timm's ScaledStdConv2d computes them."""
+    return F.batch_norm(weight.view(1, len(weight), -1), None, None, training=True, momentum=0.0).view_as(weight)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "parametrized", "spectral_norm", "standardized"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_layer_beside_one_whose_weight_is_computed_is_hidden(kind: str, place: int) -> None:
+    """It had been taken for an input layer, and AdamW trained it, as nothing before it multiplied by a parameter."""
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    computed = layers[place]
+    if kind == "standardized":
+        computed.forward = lambda x: F.linear(x, standardized(computed.weight), computed.bias)  # type: ignore[method-assign]
+    elif kind == "weight_norm":
+        torch.nn.utils.weight_norm(computed)
+    elif kind == "parametrized":
+        torch.nn.utils.parametrizations.weight_norm(computed)
+    else:
+        torch.nn.utils.parametrizations.spectral_norm(computed)
+    placed = roles(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]), (torch.randn(4, 8),))
+    assert placed["2.weight"] == "whole"
+    assert placed["4.weight" if place == 0 else "0.weight"] == (HEAD if place == 0 else INPUT)
+
+
 def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))

@@ -45,7 +45,7 @@ KNOWN: list[tuple[str, str, str]] = [
         "MixNet's one product, whose channels depthwise filters of several sizes share",
     ),
     ("first", r"rel_pos\.mlp\.fc1", "reads two coordinates, as many as its sibling makes where there are two heads"),
-    ("first", r"pos_embd\.token_projection", "EdgeNeXt's, which reads fixed positions"),
+    ("first", r"pos_embd\.token_projection|attn\.pos_proj", "EdgeNeXt's and ConViT's, which read fixed positions"),
     ("not first", r"attn\.conv\.|conv_lambda", "squeezed channels of CSATv2, and the one channel of a lambda layer"),
 ]
 

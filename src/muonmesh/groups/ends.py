@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from muonmesh.groups.graph import EACH, Node, Past, reached
-from muonmesh.groups.products import Product, source_of, weight_at
+from muonmesh.groups.products import Product, is_weight, source_of
 
 
 def is_first(product: Product) -> bool | None:
@@ -53,7 +53,7 @@ def last_layers(order: list[Node], roots: set[Node]) -> dict[Node, bool | None]:
     direct: dict[Node, bool] = {}  # reaches an output without another weight
     is_output: dict[Node, bool | None] = {}
     weights = {
-        node: [place for place, edge in enumerate(node.below) if weight_at(edge)]
+        node: [place for place, edge in enumerate(node.below) if is_weight(edge)]
         for node in order
         if node.effect not in EACH
     }

@@ -108,12 +108,21 @@ def _products_of(node: Node) -> list[Product]:
     return products if second is None else [*products, Product(node, *second, -1, -2, rank - 1, edges[0])]
 
 
+def is_weight(edge: Edge | None) -> bool:
+    """Whether an edge leads to a matrix that is a parameter, or to what is computed from such parameters alone."""
+    if edge is None:
+        return False
+    past = edge[0].past
+    return weight_at(edge) is not None or (Past.LEARNED in past and Past.LIVE not in past)
+
+
 def learn(order: Iterable[Node]) -> None:
     """Find the products with weights among nodes, each after those that it reads, and what each is computed from."""
     for node in order:
         node.products = _products_of(node)
         past = reduce(or_, (source.past for source in node.sources), NOTHING)
-        if node.products or (node.effect == "looks up" and Past.LIVE not in past):  # rows of inputs are no table
+        looks_up = node.effect == "looks up" and Past.LIVE not in past  # rows of inputs are no table
+        if node.products or looks_up or (Past.LIVE in past and any(map(is_weight, node.operands))):
             past |= Past.LIVE | Past.WEIGHED | Past.LEARNED
         if node.is_input:
             past |= Past.LIVE | Past.DATA
