@@ -1,16 +1,21 @@
-"""Whether what devices compute in fp16 may be their default: its errors against those of Polar Express in bf16.
+"""Whether what devices compute may be their default: Polar Express in fp16 against bf16, and `deflated` against it.
 
     python -m benchmarks.studies.device_forms --part ranks
     python -m benchmarks.studies.device_forms --part plateaus
     python -m benchmarks.studies.device_forms --part stress
     python -m benchmarks.studies.device_forms --part momentum --momentum FILE       # of momentum.py
     python -m benchmarks.studies.device_forms --part magnitudes
+    python -m benchmarks.studies.device_forms --part PART --forms fp16 deflated --all-shapes --json FILE
 
-Figures of all parts go into one JSON file (--json). No device is needed: `DeviceIteration` runs with products that add
-up in fp32 and round once, as Triton's do. "bf16" is what devices did before, Polar Express of 2 + 1 + 2 steps by
-torch's products. Bounds: on momentum no further from the polar factor than it, and no singular value above 1.15;
-elsewhere an error of at most 1.1 times its error, or .1, and no singular value above 1.3. Errors are those of
-criteria.py, to the polar factor of the bf16 matrix in fp64. The command fails where a bound is broken.
+The last wrote benchmarks/results/device_deflation.json.
+
+Figures of all parts go into one JSON file (--json); matrices that it has are not computed again. No device is needed:
+`DeviceIteration` runs with products that add up in fp32 and round once, as Triton's do. "bf16" is what devices did
+before, Polar Express of 2 + 1 + 2 steps by torch's products; "fp16" is Polar Express of 3 + 2 steps, and "deflated"
+what numerics/device_deflation.py says. Bounds, beside the first of --forms: on momentum no further from the polar
+factor, and no singular value above 1.15; elsewhere an error of at most 1.1 times as much, or .1, and no singular value
+above 1.3. Errors are those of criteria.py, to the polar factor of the bf16 matrix in fp64. The command fails where a
+bound is broken.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 
 OUT = Path(__file__).parents[1] / "results" / "device_forms.json"
+CHECKED_ROWS = 384
+"""Of so many rows a matrix is computed in a batch too."""
 PARTS = ("ranks", "plateaus", "stress", "momentum", "magnitudes")
 
 
@@ -73,7 +80,8 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
     )
     out = torch.empty_like(x)[None]
     DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([x[None]], [out], overwrite=False)
-    assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
+    if len(x) == CHECKED_ROWS:
+        assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
     return out[0]
 
 
@@ -87,12 +95,14 @@ def _in_a_batch(form: Orthogonalizer, x: Tensor) -> Tensor:
 CONTENDERS = {
     "bf16": functools.partial(orthogonalize, coefficients="polar_express", kernels="torch"),
     "fp16": functools.partial(on_device, coefficients="polar_express"),
+    "deflated": functools.partial(on_device, coefficients="deflated"),
 }
 
 
-def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
+def inputs(part: str, momentum: Path | None, *, all_shapes: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The named matrices of a part, wide."""
-    criteria.PLATEAU_SHAPES, criteria.STRESS_SHAPES = ((384, 800), (512, 600)), ((384, 400), (384, 800))
+    if not all_shapes:
+        criteria.PLATEAU_SHAPES, criteria.STRESS_SHAPES = ((384, 800), (512, 600)), ((384, 400), (384, 800))
     if part == "ranks":
         for rows, cols in ((384, 800), (512, 512)):
             for rank in (1, 2, 4, 8, 16, 32):
@@ -107,14 +117,14 @@ def inputs(part: str, momentum: Path | None) -> Iterator[tuple[str, Tensor]]:
         yield from criteria.inputs(part, momentum)
 
 
-def broken(row: dict[str, Any], part: str, name: str) -> list[str]:
-    """Say which bounds a matrix breaks."""
-    usual, judged_row, label = row["bf16"], row[name], f"{row['input']}, {name}"
+def broken(row: dict[str, Any], part: str, name: str, before: str) -> list[str]:
+    """Say which bounds a matrix breaks, beside what was the default before."""
+    usual, judged_row, label = row[before], row[name], f"{row['input']}, {name}"
     momentum = part == "momentum"
     bound = usual["polar"] * 1.0005 if momentum else max(1.1 * usual["polar"], 0.1)
     wrong = []
     if not judged_row["polar"] <= bound:
-        wrong.append(f"{label}: error {judged_row['polar']:.4f}, in bf16 {usual['polar']:.4f}")
+        wrong.append(f"{label}: error {judged_row['polar']:.4f}, {before}'s {usual['polar']:.4f}")
     if not judged_row["largest"] <= (1.15 if momentum else 1.3):
         wrong.append(f"{label}: largest singular value {judged_row['largest']:.3f}")
     return wrong
@@ -125,39 +135,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--momentum", type=Path, help="what momentum.py has written")
+    parser.add_argument("--forms", nargs="+", choices=CONTENDERS, default=["bf16", "fp16"], help="what is compared")
+    parser.add_argument("--all-shapes", action="store_true", help="the four shapes of criteria.py instead of two")
     parser.add_argument("--json", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table: list[dict[str, Any]] = []
-    for name, x in inputs(options.part, options.momentum):
+    record = json.loads(options.json.read_text()) if options.json.exists() else {}
+    table: list[dict[str, Any]] = record.get(options.part, {}).get("table", [])
+    known = {row["input"] for row in table}
+    contenders = {name: CONTENDERS[name] for name in options.forms}
+    first, *judged = options.forms
+    for name, x in inputs(options.part, options.momentum, all_shapes=options.all_shapes):
         narrow = x.bfloat16().contiguous()
-        if not narrow.any() or not math.isfinite(float(narrow.abs().max())):
+        if name in known or not narrow.any() or not math.isfinite(float(narrow.abs().max())):
             continue
         directions = 1 / 2000 if options.part in ("stress", "ranks") else 0
-        row = {"input": name, "shape": list(x.shape), **criteria.judged(narrow, CONTENDERS, directions=directions)}
+        row = {"input": name, "shape": list(x.shape), **criteria.judged(narrow, contenders, directions=directions)}
         table.append(row)
-        print(
-            *(line for contender in list(CONTENDERS)[1:] for line in broken(row, options.part, contender)),
-            sep="\n",
-            end="",
-        )
+        lines = (line for contender in judged for line in broken(row, options.part, contender, first))
+        print(*lines, sep="\n", end="", flush=True)
+        record |= {"torch": torch.__version__, options.part: {"table": table}}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     summary: dict[str, Any] = {"matrices": len(table)}
-    for name in CONTENDERS:
+    for name in options.forms:
         summary[name] = {
             "middle error": statistics.median(row[name]["polar"] for row in table),
-            "middle over bf16": statistics.median(row[name]["polar"] / row["bf16"]["polar"] for row in table),
-            "most over bf16": max(row[name]["polar"] / row["bf16"]["polar"] for row in table),
+            f"middle over {first}": statistics.median(row[name]["polar"] / row[first]["polar"] for row in table),
+            f"most over {first}": max(row[name]["polar"] / row[first]["polar"] for row in table),
             "largest": max(row[name]["largest"] for row in table),
-            "broken": [line for row in table if name != "bf16" for line in broken(row, options.part, name)],
+            "broken": [line for row in table if name != first for line in broken(row, options.part, name, first)],
         }
         numbers = {key: round(value, 4) for key, value in summary[name].items() if key != "broken"}
         print(
             f"\n{options.part}, {len(table)} matrices, {name}: {numbers}, {len(summary[name]['broken'])} bounds broken"
         )
-    record = json.loads(options.json.read_text()) if options.json.exists() else {}
     record |= {"torch": torch.__version__, options.part: summary | {"table": table}}
     options.json.write_text(json.dumps(record, indent=1) + "\n")
-    raise SystemExit(any(summary[name]["broken"] for name in CONTENDERS))
+    raise SystemExit(any(summary[name]["broken"] for name in options.forms))
 
 
 if __name__ == "__main__":

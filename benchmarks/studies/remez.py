@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.remez
     python -m benchmarks.studies.remez --smallest 0.02 --degrees 5 9
+    python -m benchmarks.studies.remez --table          # of devices, `TABLE` of numerics/device_deflation.py
 
 The polynomials are taken one after the other, as The Polar Express does (arXiv 2505.16932). The ones before have made
 [a, b] of [l, 1]; the next has the least largest |1 − p(x)| on [max(a, b·cushion), b], and is then scaled, so that what
@@ -9,6 +10,10 @@ it makes of all of [a, b] has its middle at 1. Without the cushion the first one
 alone. Remez' algorithm finds each: as many points as there are coefficients plus one, at which the error has one size
 and alternating signs, are moved to where it is largest until they stay. It is then taken at x / safety, since rounding
 leaves singular values above 1, where p falls or rises without bound.
+
+The table of devices is of polynomials of degree 5, 9 and 9 for 12 smallest values from .005 to .012. Each is divided by
+its slope p₀, and its Gram matrix multiplied so that t of `factored` is the same number in all rows, since kernels take
+it from the CPU.
 
 Needs mpmath, which torch brings along.
 """
@@ -22,6 +27,10 @@ from mpmath import fsum, lu_solve, matrix, mp, mpf
 
 GRID = 4000
 """Points on which extrema of the error are sought, before a parabola through three of them says where one is."""
+
+
+TABLE_ROWS, TABLE_LOW, TABLE_HIGH = 12, mpf("0.005"), mpf("0.012")
+TABLE_T_2, TABLE_T_3 = mpf("-0.3"), mpf("-0.9")
 
 
 def nearest_to_one(low: mpf, high: mpf, terms: int) -> tuple[list[mpf], mpf]:
@@ -69,6 +78,25 @@ def composed(
     return polynomials, (low, high)
 
 
+def table_row(number: int) -> tuple[list[float], list[float]]:
+    """Return p₁/p₂ and p₂/p₀ of the first polynomial of a row of the table of devices, and the numbers of the others.
+
+    For the second and the last these are the growth before it, and its u, w and lead; then comes the slope of all three
+    at 0.
+    """
+    smallest = TABLE_LOW * (TABLE_HIGH / TABLE_LOW) ** (mpf(number) / (TABLE_ROWS - 1))
+    (p, *nines), _ = composed(smallest, [5, 9, 9], mpf("0.05"), mpf("1.03"), mpf("1.04"))
+    slope, before, row = p[0], mpf(1), []
+    growth = p[0] ** 2
+    for q, t in zip(nines, (TABLE_T_2, TABLE_T_3), strict=True):
+        lead, u = q[4], q[3] / (2 * q[4])
+        w = q[2] / lead - u * u
+        scale = mp.cbrt(t / (q[1] / lead - u * w))  # of the Gram matrix
+        row += [growth * scale / before, u * scale, w * scale**2, lead / q[0] / scale**4]
+        slope, growth, before = slope * q[0], q[0] ** 2, scale
+    return [float(p[1] / p[2]), float(p[2] / p[0])], [float(value) for value in (*row, slope)]
+
+
 def _extrema(grid: list[mpf], errors: list[mpf], count: int) -> list[mpf]:
     """Return where the error is extreme, at both ends and inside, with alternating signs."""
     points = [grid[0]]
@@ -89,8 +117,13 @@ def main() -> None:
     parser.add_argument("--safety", default="1.01")
     parser.add_argument("--last-safety", default="1.04", help="of the last one")
     parser.add_argument("--cushion", default="0.05")
+    parser.add_argument("--table", action="store_true", help="the table of devices instead")
     options = parser.parse_args()
     mp.dps = 60
+    if options.table:
+        for number in range(TABLE_ROWS):
+            print(*table_row(number))
+        return
     numbers = (mpf(number) for number in (options.cushion, options.safety, options.last_safety))
     polynomials, ends = composed(mpf(options.smallest), options.degrees, *numbers)
     rows = [[float(value) for value in polynomial] for polynomial in polynomials]

@@ -49,7 +49,7 @@ def as_on_device() -> Iterator[None]:
     def of(*shape: int, device: torch.device, **options: Any) -> AsOnDevice:
         resolved = replace(resolve(*shape, device=torch.device("cuda"), **options), device=device)
         assert resolved.dtype == torch.float16, "devices compute in another dtype now"
-        return AsOnDevice(**{field.name: getattr(resolved, field.name) for field in fields(resolved)})
+        return AsOnDevice(**{field.name: getattr(resolved, field.name) for field in fields(resolved) if field.init})
 
     with mock.patch.object(Orthogonalizer, "of", of):
         yield

@@ -1085,11 +1085,11 @@ def standardized(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "parametrized", "spectral_norm", "standardized"])
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_layer_beside_one_whose_weight_is_computed_is_hidden(kind: str, place: int) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_layer_beside_one_whose_weight_is_computed_is_hidden(kind: str, number: int) -> None:
     """It had been taken for an input layer, and AdamW trained it, as nothing before it multiplied by a parameter."""
     layers = [nn.Linear(8, 8) for _ in range(3)]
-    computed = layers[place]
+    computed = layers[number]
     if kind == "standardized":
         computed.forward = lambda x: F.linear(x, standardized(computed.weight), computed.bias)  # type: ignore[method-assign]
     elif kind == "weight_norm":
@@ -1100,7 +1100,7 @@ def test_a_layer_beside_one_whose_weight_is_computed_is_hidden(kind: str, place:
         torch.nn.utils.parametrizations.spectral_norm(computed)
     placed = roles(nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]), (torch.randn(4, 8),))
     assert placed["2.weight"] == "whole"
-    assert placed["4.weight" if place == 0 else "0.weight"] == (HEAD if place == 0 else INPUT)
+    assert placed["4.weight" if number == 0 else "0.weight"] == (HEAD if number == 0 else INPUT)
 
 
 def test_a_model_on_meta() -> None:

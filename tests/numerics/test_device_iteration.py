@@ -13,89 +13,17 @@ import torch
 from torch import Tensor
 
 from muonmesh.comm.views import by_shape
-from muonmesh.numerics.coefficients import CoefficientName, Coefficients
+from muonmesh.numerics.coefficients import CoefficientName
 from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.iteration import buffers_of
-from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
 from muonmesh.numerics.working_memory import WorkingMemory
+from tests.support.device_form import TABLES, by_device_iteration
 from tests.support.tensors import relative_error
 
 COVERS = ("numerics.device_iteration.DeviceIteration", "numerics.working_memory.WorkingMemory")
 
 ROWS, COLS = 384, 800
-
-
-def mirrored(x: Tensor) -> Tensor:
-    return x.triu() + x.triu(1).mT
-
-
-def extent(x: Tensor) -> range:
-    return range(x.data_ptr(), x.data_ptr() + x.numel() * x.itemsize)
-
-
-def share_no_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether contiguous tensors, or transposes of such, share no memory."""
-    return max(extent(x).start, extent(y).start) >= min(extent(x).stop, extent(y).stop)
-
-
-def like_triton() -> Matmuls:
-    """Products rounded as Triton's are: `test_triton` shows that those are these, to the bit or nearly."""
-
-    def multiply(
-        a: Tensor,
-        b: Any,
-        terms: Any,
-        out: Tensor,
-        alpha: float = 1.0,
-        scale: Any = 1.0,
-        symmetric: bool = True,
-        identity: float = 0.0,
-    ) -> Tensor:
-        for operand in (a, b, *(c for c, _ in terms)):
-            assert operand is None or share_no_memory(operand, out)
-        wide = torch.promote_types(a.dtype, torch.float32)
-        result = alpha * (a.to(wide) @ (a.mT if b is None else b).to(wide))
-        for c, factor in terms:
-            result = factor * c.to(wide) + result
-        result = scale * (result + identity * torch.eye(*result.shape[1:], dtype=wide))
-        return out.copy_(mirrored(result) if symmetric else result)
-
-    return Matmuls(multiply=multiply, batch_limit=1)
-
-
-TABLES = {"torch": torch_products(batch_limit=1), "triton": like_triton()}
-
-
-def by_device_iteration(
-    x: Tensor,
-    table: Matmuls = TABLES["triton"],
-    *others: Tensor,
-    coefficients: Coefficients = "polar_express",
-    method: Method = "auto",
-    dtype: torch.dtype = torch.bfloat16,
-    overwrite: bool = False,
-) -> Tensor:
-    """What a device computes of matrices, (batch, rows, cols), together with others, whose bits are those of each."""
-    form = Orthogonalizer.of(
-        *x.shape[1:],
-        coefficients=coefficients,
-        steps=None,
-        method=method,
-        dtype=dtype,
-        kernels="torch",
-        device=torch.device("cuda"),
-    )
-    out = [torch.empty_like(matrices) for matrices in (*others, x)]
-    alone = [torch.empty_like(matrices) for matrices in others]
-    iteration = DeviceIteration(form.prepared, form.segments, table, form.dtype)
-    for matrices, into in zip(others, alone, strict=True):
-        iteration.run([matrices.clone()], [into], overwrite=overwrite)
-    iteration.run([*others, x], out, overwrite=overwrite)
-    for together, apart_from_others in zip(out, alone, strict=False):
-        torch.testing.assert_close(together, apart_from_others, rtol=0, atol=0, equal_nan=True)
-    return out[-1]
 
 
 def decaying(decades: int, rows: int = ROWS, cols: int = COLS) -> Tensor:
@@ -166,13 +94,6 @@ def test_entries_far_below_the_norm_are_not_rounded(table: str) -> None:
     expected = orthogonalize(x.bfloat16(), dtype=torch.float64).double()
     result = by_device_iteration(x.bfloat16(), TABLES[table])
     assert relative_error(result[:, 1:, 1:], expected[:, 1:, 1:]) < 0.004
-
-
-@pytest.mark.parametrize("cols", [400, 800])
-def test_deflation_by_name(cols: int) -> None:
-    x = (decaying(1, ROWS, cols).double() * torch.where(torch.arange(ROWS) < 5, 1e-28, 1e-30)[:, None]).bfloat16()
-    expected = orthogonalize(x, coefficients="deflated", dtype=torch.float64)
-    assert relative_error(by_device_iteration(x[None], coefficients="deflated")[0], expected.double()) < 0.02
 
 
 @pytest.mark.parametrize("table", TABLES)

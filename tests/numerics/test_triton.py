@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
 from muonmesh.numerics import kernels, newton_schulz
+from muonmesh.numerics.device_deflation import deflate
 from muonmesh.numerics.kernels import batched, fused, recording, toolchain, triton
 from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
@@ -478,6 +479,9 @@ def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
     magnitudes = (1.0, 2.0**-31, 2.0**30, 2.0**-100, 2.0**110, 1e-33, 0.0)
     x = torch.stack([(torch.randn(rows, cols).double() * size).to(dtype) for size in magnitudes])
     before = x.clone()
+    for size, norm, exact in zip(magnitudes, triton.norm(x).flatten().tolist(), x.double(), strict=True):
+        if not (abs(norm / float(exact.norm()) - 1) < 1e-6 if size else norm > 0):
+            wrong[f"{size}, norm alone"] = norm, float(exact.norm())
     out = x if dtype == torch.float32 else torch.empty_like(x, dtype=FP16)
     inverse, inverse_square = triton.normalize(x, out)
     for number, size in enumerate(magnitudes):
@@ -501,6 +505,21 @@ def normalized(dtype: torch.dtype, rows: int, cols: int) -> dict[str, Any]:
     if not bool(inverse[:3].isnan().all() & inverse_square[:3].isnan().all() & inverse[3:].isfinite().all()):
         wrong["not finite"] = inverse
     return wrong
+
+
+def deflated_by_products() -> tuple[float, list[bool]]:
+    """The largest singular value of what is deflated of its largest; and whether bits are those of a matrix alone."""
+    torch.manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(40, 56, dtype=torch.float64), full_matrices=False)
+    x = ((u * torch.where(torch.arange(40) < 3, 1.0, 0.01)) @ vh).to(BF16)[None]
+    x = torch.cat([torch.zeros_like(x), x])
+    table, out = triton_products(batch_limit=2), torch.empty_like(x, dtype=FP16)
+    loaded, alone = torch.empty_like(out), torch.empty_like(out[1:])
+    inverse, _ = triton.normalize(x, loaded)
+    deflate(loaded, inverse, out, 8, table)
+    deflate(loaded[1:], inverse[1:], alone, 8, table)
+    values = [torch.linalg.svdvals(matrix[1].double()) for matrix in (loaded, out)]
+    return float(values[1][0] / values[0][0]), [torch.equal(alone, out[1:]), not out[0].any()]
 
 
 def in_one_launch(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -748,6 +767,12 @@ def test_norms_and_small_matrices_in_one_launch(
     interpreter: Interpreter, function: Any, arguments: tuple[Any, ...]
 ) -> None:
     assert interpreter(function, *arguments) == {}
+
+
+def test_deflation_has_the_bits_of_a_matrix_alone(interpreter: Interpreter) -> None:
+    largest, same = interpreter(deflated_by_products)
+    assert largest < 0.12
+    assert same == [True, True]
 
 
 def test_zero_nan_and_inf_stay_where_they_are(interpreter: Interpreter) -> None:

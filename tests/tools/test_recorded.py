@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.studies import evidence, fewer_exchanges
+from benchmarks.studies import device_forms, evidence, fewer_exchanges
 from benchmarks.studies.four_bits import FORMS
 from benchmarks.studies.sweep import chosen, final
 from benchmarks.studies.vision import rows_of
@@ -158,17 +158,39 @@ def test_floors_of_the_guard() -> None:
 
 
 def test_trainings_in_the_form_of_devices() -> None:
-    page, losses = (ROOT / "docs/internals/numerics.md").read_text(), dict[tuple[str, bool], list[float]]()
+    page, losses = (ROOT / "docs/internals/numerics.md").read_text(), dict[tuple[str, str], list[float]]()
     for run in recorded("sets_device")["runs"]:
-        losses.setdefault((run["kind"], run["coefficients"].endswith("fp16")), []).append(run["validation"])
+        losses.setdefault((run["kind"], run["coefficients"]), []).append(run["validation"])
     for kind, title in (("gpt2", "GPT-2"), ("llama", "Llama"), ("convolutions", "convolutions")):
-        pairs = zip(losses[kind, False], losses[kind, True], strict=True)
-        means = (statistics.mean(losses[kind, half]) for half in (False, True))
-        cells = [f"{a:.4f} / {b:.4f}" for a, b in (*pairs, tuple(means))]
-        assert f"| {title} | {' | '.join(cells)} |" in page
-        assert statistics.mean(losses[kind, True]) < statistics.mean(losses[kind, False]) + statistics.stdev(
-            losses[kind, False]
+        narrow, half, deflated = (
+            losses[kind, name] for name in ("polar_express", "polar_express in fp16", "deflated in fp16")
         )
+        means = (statistics.mean(narrow), statistics.mean(half))
+        cells = [f"{a:.4f} / {b:.4f}" for a, b in (*zip(narrow, half, strict=True), means)]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+        assert means[1] < means[0] + statistics.stdev(narrow)
+        cells = [f"{value:.4f}" for value in (*deflated, statistics.mean(deflated))]
+        assert f"| {title}, `deflated` | {' | '.join(cells)} |" in page
+        assert statistics.mean(deflated) - means[1] < 0.1 * (max(half) - min(half)), "no worse, beside seeds"
+
+
+def test_bounds_of_deflation_on_devices_are_kept_and_told() -> None:
+    record, page = recorded("device_deflation"), (ROOT / "docs/internals/numerics.md").read_text()
+    titles = {
+        "momentum": ("78 momenta of four models", 78),
+        "plateaus": ("68 plateaus", 68),
+        "stress": ("168 made to break an iteration", 168),
+        "ranks": ("rank 1 to 32", 24),
+    }
+    for part, (title, count) in titles.items():
+        table = record[part]["table"]
+        assert len(table) == count
+        assert [line for row in table for line in device_forms.broken(row, part, "deflated", "fp16")] == []
+        pairs = [(row["deflated"]["polar"], row["deflated"]["polar"] / row["fp16"]["polar"]) for row in table]
+        above = max((error for error, ratio in pairs if ratio > 1), default=None)
+        most = short(max(ratio for _, ratio in pairs)) if above is None else f"error {short(above)}"
+        middle, largest = statistics.median(r for _, r in pairs), max(row["deflated"]["largest"] for row in table)
+        assert f"| {title} | {short(middle)} | {most} | {largest:.3f} |" in page
 
 
 def test_deflated_beside_others() -> None:

@@ -116,7 +116,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
             _POLAR_EXPRESS_LIMIT,
         ),
         "repeat_last",
-        Deflation(64, finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT)),
+        Deflation(64, finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT), by_table=True),
         steps=3,
         gram_steps=range(3, 4),
     ),
@@ -136,8 +136,8 @@ def choose(
     """Return the coefficients that "auto" stands for; all others are returned unchanged.
 
     "auto" is "deflated" for matrices on a CPU that are computed in bf16, if ``steps`` is None; `for_rows` replaces it
-    for small matrices. Otherwise, and if the device is unknown, "auto" is "polar_express": on a device the CPU would
-    wait for a decomposition, and fp32 and fp64 are chosen for exactness.
+    for small matrices. Otherwise, and if the device is unknown, "auto" is "polar_express": on a device "deflated" is a
+    set by name, and fp32 and fp64 are chosen for exactness.
 
     Args:
         coefficients: The coefficients, as for `orthogonalize`.

@@ -9,6 +9,7 @@ algorithm 4.3).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from muonmesh.numerics.precision import exact_products
 from muonmesh.numerics.stochastic import mixed
 
 FROM_ROWS = 384
-"""From this number of rows on, deflation saves more than it costs (measured)."""
+"""From this number of rows on, deflation saves more than it costs (measured, on a CPU)."""
 
 _FLOOR = 1 / 32
 """Values are not reduced below this fraction of the largest: in bf16, rounding leaves some thousandths of it."""
@@ -45,10 +46,13 @@ class Deflation:
     Attributes:
         vectors: How many of the largest singular values are reduced to the smallest among them.
         finish: Polynomials that are applied last if the result is not yet near its polar factor.
+        by_table: Whether a device takes three other polynomials, which follow for each matrix from how far the bound of
+            its largest singular value fell (`muonmesh.numerics.device_deflation`).
     """
 
     vectors: int = 64
     finish: tuple[tuple[float, ...], ...] = ()
+    by_table: bool = False
 
     def falls_short(self, x: Tensor, loaded: Tensor, norm: Tensor) -> bool:
         """Return whether a result needs `finish`, for one matrix on a CPU; False if it is not finite.
@@ -74,16 +78,13 @@ def deflate(x: Tensor, vectors: int) -> None:
     If the smallest of S is no larger than what rounding M to its dtype adds, what lies below it is rounding too. Then τ
     is so large that it is raised as far as by "polar_express", and no further.
 
-    On a CPU each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too.
-    On other devices the CPU waits for the decomposition of a small matrix.
+    Each matrix has one thread, because the rounding of sums depends on the number of threads, in LAPACK too. Devices do
+    it otherwise (`muonmesh.numerics.device_deflation`).
 
     Args:
         x: Shape (batch, rows, cols), rows ≤ cols, compute dtype, contiguous.
         vectors: The number of values to reduce, at most the number of rows.
     """
-    if x.device.type != "cpu" or x.dtype == torch.float16:
-        _deflate(x.float() if x.dtype == torch.float16 else x, x, vectors)  # thin products leave the range of fp16
-        return
 
     def one_by_one() -> None:
         for matrix in x.unbind():  # in fp32 the bits of a batch differ from those of a single matrix
@@ -119,9 +120,14 @@ def _multiplied(x: Tensor) -> Tensor:
 def probe(x: Tensor, vectors: int) -> Tensor:
     """Return rows of `signs` to multiply matrices x by, (vectors, rows of x), in x's dtype and on its device."""
     rows = x.shape[-2]
-    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None  # only this one waits for the upload
-    key = "signs", rows, vectors, x.dtype, x.device, stream
-    return keep(key, lambda: pinned(signs(vectors, rows).to(x.dtype), x.device))
+    return keep_on(x, ("signs", rows, vectors), lambda: signs(vectors, rows))
+
+
+def keep_on(like: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """Return a CPU tensor that is made once, in the dtype and on the device of another; the CPU does not wait."""
+    stream = torch.cuda.current_stream(like.device) if like.is_cuda else None  # only this one waits for the upload
+    key = name, like.dtype, like.device, stream
+    return keep(key, lambda: pinned(make().to(like.dtype), like.device))
 
 
 def _deflate(x: Tensor, out: Tensor, vectors: int) -> None:

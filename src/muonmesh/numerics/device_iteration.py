@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, factored, height
-from muonmesh.numerics.deflation import deflate
+from muonmesh.numerics.device_deflation import FACTOR, FIRST_GRAM, Squares, deflate, factor_by_table, norm_of
 from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES
@@ -73,7 +73,7 @@ class _Iterates:
 
 
 class DeviceIteration:
-    """The iteration on a device; nothing waits for the CPU, unless the coefficients ask for deflation.
+    """The iteration on a device; the CPU waits for nothing.
 
     It takes matrices of several shapes, if they have equally many rows: only the products with X know its columns. All
     others are one launch each for all matrices.
@@ -102,9 +102,10 @@ class DeviceIteration:
             matrices, out: The matrices, and where the results go.
             overwrite: Whether the memory of the matrices may be used.
             memory: What both lie in, and the only memory for squares; None: squares get memory of their own.
-            layout: Where they lie there.
+            layout: Where they lie there; None with deflation.
         """
-        self._counts, turns = list(map(len, matrices)), len(self._segments)
+        deflation = self._prepared.deflation
+        self._counts, turns = list(map(len, matrices)), len(self._segments) + (deflation is not None)
         self._memory, self._layout, self._free = memory, layout, list[Tensor]()
         self._lasting_square: Tensor | None = None
         if memory is None or layout is None:
@@ -120,12 +121,17 @@ class DeviceIteration:
         self._iterates = [_Iterates(*pair, into, turns=turns) for pair, into in zip(pairs, out, strict=True)]
         for iterates, x in zip(self._iterates, matrices, strict=True):
             iterates.load(x, self._matmuls.normalize)
-        if self._prepared.deflation is not None:
+        if deflation is not None:
             for iterates in self._iterates:
-                deflate(iterates.x, self._prepared.deflation.vectors)
-            self._begin(0)
-            self._bound_closer()
-        self._take()
+                x, into = iterates.x, iterates.following
+                deflate(x, iterates.inverse, into, deflation.vectors, self._matmuls)
+                iterates.x, iterates.following = into, x
+        if deflation is not None and deflation.by_table:
+            self._take_by_table()
+        else:
+            if deflation is not None:
+                self._bound_closer()
+            self._take()
         for iterates, into in zip(self._iterates, out, strict=True):
             if iterates.x is not into:
                 store(iterates.x, into)
@@ -147,12 +153,23 @@ class DeviceIteration:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
         a, square = self._gram(self._square()), self._lasting()
         self._matmuls.multiply(a, a, (), square, 2.0**14 / _GRAM**2)
-        exact = torch.promote_types(self._dtype, torch.float32)
-        norm = torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True, dtype=exact) * 2.0**-14
-        for iterates, inverse in self._by_shape(torch.where(norm == 0, 1.0, norm).rsqrt()):
+        for iterates, inverse in self._by_shape(norm_of(square, self._matmuls).mul(2.0**-14).rsqrt()):
             iterates.divide(inverse)
         self._release(a)
         self._release(square)
+
+    def _take_by_table(self) -> None:
+        """X ← three polynomials of X/(n·ν) on one Gram matrix, where n·ν is (Σσ⁸)^⅛ and a matrix has its own row."""
+        multiply, x = self._matmuls.multiply, self._iterates[0].x
+        squares = Squares(sum(self._counts), x.shape[1], self._dtype, x.device)
+        r = squares.take()
+        for iterates, part in self._by_shape(r):
+            multiply(iterates.x, None, (), part, FIRST_GRAM / _GRAM, iterates.of_gram)
+        product, scales = factor_by_table(r, squares, self._matmuls)
+        for (iterates, part), (_, scale) in zip(self._by_shape(product), self._by_shape(scales), strict=True):
+            last = iterates.inverse * scale
+            multiply(part, iterates.x, (), iterates.result, 1 / FACTOR, last, symmetric=False)
+            iterates.x = iterates.result
 
     def _take(self) -> None:
         """X ← p(X) for the polynomials of each segment, and the last result divided by ν."""

@@ -27,6 +27,7 @@ from muonmesh.numerics.coefficients import (
     for_rows,
     segments_of,
 )
+from muonmesh.numerics.device_deflation import DEGREES
 from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.dtypes import COMPUTE_DTYPES, HELD_DTYPES, NEEDED_COMPUTE, NEEDED_HELD
 from muonmesh.numerics.iteration import CpuIteration
@@ -115,7 +116,8 @@ class Orthogonalizer:
         prepared: The coefficient set, with the operations before and after the polynomials.
         method: How the polynomials are applied.
         segments: The polynomials, grouped by the product with X that applies them.
-        whole: Whether all steps use a single Gram matrix: after deflation, with kernels that keep its rounding error.
+        whole: Whether all steps use a single Gram matrix: after deflation, on a device by its table, on a CPU with
+            kernels that keep the matrix's rounding error.
         kernels: The ``kernels`` option.
         dtype: Compute dtype.
         device: The device of the matrices.
@@ -160,11 +162,19 @@ class Orthogonalizer:
         coefficients, steps = for_rows(coefficients, steps, rows)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-        deflates = prepared.deflation is not None and chosen == "gram"
-        whole = deflates and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
+        deflation = prepared.deflation
+        if deflation is not None and (on_device or steps not in (None, prepared.steps)):
+            deflation = replace(deflation, finish=())
+        by_table = deflation is not None and deflation.by_table and steps in (None, prepared.steps)
+        by_table = by_table and on_device and dtype.itemsize == 2 and method != "standard"
+        if by_table:
+            chosen, whole = "gram", True
+        else:
+            whole = deflation is not None and chosen == "gram"
+            whole = whole and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
+        if deflation is not None:
+            prepared = replace(prepared, deflation=replace(deflation, by_table=by_table))
         segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=on_device))
-        if prepared.deflation is not None and (on_device or steps not in (None, prepared.steps)):
-            prepared = replace(prepared, deflation=replace(prepared.deflation, finish=()))
         resolved = rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device
         return Orthogonalizer(*resolved, in_place=in_place)
 
@@ -179,7 +189,7 @@ class Orthogonalizer:
 
         A shape is alone if another one behind it would not begin at a multiple of `ALIGNMENT`, and so be copied.
         """
-        alone = not self.on_device or (self.products.small is not None and self.quintics)
+        alone = not self.on_device or self.deflated > 0 or (self.products.small is not None and self.quintics)
         alone = alone or self.rows * self.cols * self.dtype.itemsize % ALIGNMENT != 0
         return None if alone else (self.rows, self.segments)
 
@@ -194,6 +204,8 @@ class Orthogonalizer:
     @property
     def degrees(self) -> list[list[int]]:
         """The number of coefficients of each step's polynomial, for each segment; `layout.cost` takes them."""
+        if self.prepared.deflation is not None and self.prepared.deflation.by_table:
+            return [list(DEGREES)]
         return [list(map(len, segment)) for segment in self.segments]
 
     @property

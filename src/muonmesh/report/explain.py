@@ -19,6 +19,7 @@ from muonmesh.step.state_layout import Precision
 from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")
+_OF_DEVICES = '; by default a CPU computes in bf16, and from 384 rows on by "deflated"'
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Explanation:
         sets = sum((Counter(row.sets) for row in self.rows), Counter[str]())
         if set(sets) - {"polar_express"}:
             text = ", ".join(f"{count} by {name}" for name, count in sorted(sets.items()))
-            table.append(f"orthogonalized: {text}")
+            on_device = any(name.endswith("in fp16") for name in sets)
+            table.append(f"orthogonalized: {text}{_OF_DEVICES if on_device else ''}")
         if self.relayed:
             table.append(f"results of {self.relayed} parameters enter each machine once and are passed on there")
         if self.open:

@@ -313,7 +313,8 @@ def _parameter(
                 device=device,
                 in_place=rule.orthogonalizes and not rule.sees_direction,
             )
-        iteration_flops = cost(*shape, degrees=resolved.degrees, one_gram=resolved.whole, deflated=resolved.deflated)
+        form: Any = {"one_gram": resolved.whole, "deflated": resolved.deflated, "on_device": resolved.on_device}
+        iteration_flops = cost(*shape, degrees=resolved.degrees, **form)
         # Without orthogonalization a rule makes one or two passes over the elements.
         flops[shape] = rule.flops(*shape) + (iteration_flops if rule.orthogonalizes else 2 * math.prod(shape))
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks

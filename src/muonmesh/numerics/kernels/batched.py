@@ -23,10 +23,11 @@ def multiply(
     identity: float = 0.0,
 ) -> Tensor:
     """Do `Matmuls.multiply`; both triangles of a symmetric result are computed."""
-    if isinstance(scale, Tensor) and b is not None and not symmetric:
+    same_size = out.dtype.itemsize == a.dtype.itemsize
+    if same_size and isinstance(scale, Tensor) and b is not None and not symmetric:
         product = multiply(a, b, terms, out.view(a.dtype), alpha, symmetric=False)
         return torch.mul(product, scale, out=out)
-    if isinstance(scale, Tensor) or any(isinstance(factor, Tensor) for _, factor in terms):
+    if not same_size or isinstance(scale, Tensor) or any(isinstance(factor, Tensor) for _, factor in terms):
         exact = _exact_product(a, a.mT if b is None else b).mul_(alpha)
         for c, factor in terms:
             exact.add_(c * factor)

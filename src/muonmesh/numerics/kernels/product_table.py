@@ -91,6 +91,8 @@ class Matmuls:
         normalize: ``normalize(x, out)`` multiplies each matrix by a power of two, so that its norm ν lies in
             [2¹², 2¹³). It returns 1/ν and 1/ν², (batch, 1, 1) each, fp32 or wider. Both are finite for a matrix of
             zeros, and NaN if an entry is not finite. None: `numerics.normalize.normalize` does this.
+        norm: ``norm(x)`` returns the Frobenius norm of each matrix of a batch, (batch, 1, 1), fp32, whose bits do not
+            depend on the batch; a positive number for a matrix of zeros. None: torch's operations are used.
         exact: Operations of a backend that can keep rounding errors. None: torch's operations are used, and the error
             of each product is lost.
         small: All steps of matrices of this shape in one call. None: they are computed step by step.
@@ -101,5 +103,6 @@ class Matmuls:
     one_thread: bool = False
     by_torch: bool = True
     normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
     exact: Exact | None = None
     small: Small | None = None

@@ -102,6 +102,19 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         x: Shape (batch, rows, cols), contiguous; bf16, fp16 or fp32.
         out: Contiguous; it may lie where x does, if it has as many bytes.
     """
+    power, inverse, inverse_square = _normed(x)
+    _rescale(x, out, power)
+    return inverse, inverse_square
+
+
+def norm(x: Tensor) -> Tensor:
+    """Do `Matmuls.norm`, for matrices as in `normalize`."""
+    power, inverse, _ = _normed(x)
+    return torch.ldexp(inverse.reciprocal(), -power.view_as(inverse))
+
+
+def _normed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the exponents of the powers of two that scale matrices, and 1/ν and 1/ν² of the scaled ones."""
     batch = len(x)
     parts = -(-x[0].numel() // MEASURED)
     exponents = torch.empty(batch, parts, dtype=torch.int32, device=x.device)
@@ -110,8 +123,7 @@ def normalize(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     inverse, inverse_square = torch.empty(2, batch, 1, 1, dtype=torch.float32, device=x.device).unbind()
     _measure(x, exponents, squares)
     _norms(exponents, squares, power, inverse, inverse_square)
-    _rescale(x, out, power)
-    return inverse, inverse_square
+    return power, inverse, inverse_square
 
 
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
@@ -124,5 +136,6 @@ def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sy
         batch_limit=batch_limit,
         by_torch=rows >= min(TORCH_FROM.values(), default=sys.maxsize),
         normalize=normalize,
+        norm=norm,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
     )
