@@ -76,14 +76,16 @@ def exchanged(variant: str) -> Iterator[None]:
     steps: dict[int, int] = {}
     last: dict[int, list[Tensor]] = {}  # by the first matrix of a batch: results of the two steps before
 
-    def changed(step: MuonStep, assignments: Any, batches: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def changed(
+        step: MuonStep, assignments: Any, batches: Sequence[Tensor], outs: Sequence[Tensor], memory: Tensor | None
+    ) -> None:
         key = assignments[0]
         steps[key] = steps.get(key, -1) + 1
         (batch,), (out,) = batches, outs  # on a CPU all have one shape
         if variant.startswith("blocks") and steps[key] % PERIOD:
             by_blocks(step, assignments, batch, out, blocks_of(variant))
             return
-        compute(step, assignments, batches, outs)
+        compute(step, assignments, batches, outs, memory)
         if variant in ("delayed", "corrected"):
             before, earlier = last.get(key) or [torch.zeros_like(out)] * 2
             last[key] = [out.clone(), before]

@@ -33,8 +33,9 @@ from muonmesh.settings import (
 _GROUP_KEYS = dict.fromkeys(
     ("lr", *GROUP_SETTINGS, "algorithm", "matrices", "params", "param_names", "name", "reasons", "use_muon", NORM_MEANS)
 )
+_OF_FROM_MODEL = ("overrides", "rule", "example", "muon", "adamw")
 _INSTEAD = {  # split_params may have been called apart
-    **{name: f"Give {name}= to from_model" for name in ("overrides", "rule", "example", "muon", "adamw")},
+    **{name: f"Give {name}= to from_model" for name in _OF_FROM_MODEL},
     "muon_lr": 'Write muon={"lr": ...} in from_model, or put it into a group',
     "adamw_lr": 'Write adamw={"lr": ...} in from_model, or put it into a group',
     **dict.fromkeys(("beta1", "beta2"), "Write adamw_betas=(beta1, beta2)"),
@@ -247,7 +248,8 @@ def read_settings(lr: float | Tensor, settings: MuonSettings) -> tuple[dict[str,
         write = f"Leave {name}= out" if meant is None else f"Write {meant}="
         if meant in rule_of_key:
             write = f'Write rule="{rule_of_key[meant]}", muon={{"{meant}": ...}} in from_model, or put it into a group'
-        write = _INSTEAD.get(name) or _INSTEAD.get(str(meant), write)
+        if subject == "Muon" or meant not in _OF_FROM_MODEL:
+            write = _INSTEAD.get(name) or _INSTEAD.get(str(meant), write)
         raise TypeError(explain_error(subject, f"the argument {name!r}", f"an argument of muonmesh.{subject}", write))
     _check_optimizer(shared)
     check_group(subject, {**of_groups, **rest})
