@@ -38,6 +38,7 @@ COVERS = (
     "clip.norm_means.means_of",
     "clip.squares.norms_of",
     "clip.squares.add_squares",
+    "comm.storage.overlapping",
 )
 
 MUON = [name for name, (_, spec) in problem.PARAMETERS.items() if spec != "adamw"]
@@ -240,6 +241,27 @@ def test_a_gradient_that_two_parameters_share_is_scaled_once(policy: Any) -> Non
     for weight, norm in ((a, norms[0]), (b, norms[0]), (bias, norms[1])):
         assert weight.grad is not None
         assert torch.allclose(weight.grad.view(-1), torch.arange(1.0, 25.0) / norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize("part", ["first rows", "last rows", "last columns"])
+def test_a_gradient_that_is_a_part_of_another_is_scaled_once(part: str) -> None:
+    """`torch.autograd.grad` returns views for what is concatenated and added to another parameter."""
+    whole, piece = nn.Parameter(torch.zeros(4, 6)), {"first rows": (2, 6), "last rows": (2, 6), "last columns": (4, 2)}
+    other, constant = (
+        nn.Parameter(torch.zeros(piece[part])),
+        torch.zeros(4, 4) if "columns" in part else torch.zeros(2, 6),
+    )
+    parts = [other, constant] if part == "first rows" else [constant, other]
+    summed = whole + torch.cat(parts, dim=int("columns" in part))
+    raw = torch.arange(1.0, 25.0).view(4, 6)
+    whole.grad, other.grad = torch.autograd.grad((summed * raw).sum(), [whole, other])
+    expected = [gradient.clone() for gradient in (whole.grad, other.grad)]
+    memory = whole.grad.untyped_storage().data_ptr()
+    assert other.grad.untyped_storage().data_ptr() == memory, "they are views of one memory"
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected))
+    mm.Muon([("whole", whole), ("other", other)]).clip_grad_norm_(1.0, policy="all")
+    for weight, gradient in zip((whole, other), expected, strict=True):
+        assert torch.allclose(weight.grad, gradient / norm, rtol=1e-6)
 
 
 def with_gradient(mesh: DeviceMesh, placement: Placement, gradient: Tensor) -> nn.Parameter:

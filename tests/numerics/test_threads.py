@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import muonmesh as mm
+from muonmesh.comm import exchange
 from muonmesh.numerics.kernels.threads import all_threads, alone, run_all, run_each, scratch, thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import RULES, MuonRule
+from tests.support.tensors import random_step
 
 COVERS = ("numerics.kernels.threads.run_all",)
 
@@ -82,6 +85,31 @@ def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tu
     )
     for expected, weights in zip(alone, results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
+def test_memory_that_threads_give_up_is_kept_by_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer keeps views of the memory of its last step, though not the memory."""
+    taken: list[StorageWeakRef] = []
+
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        memory = scratch(*args, **options)
+        taken.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(exchange, "scratch", recorded)
+    small, large = (mm.Muon([nn.Parameter(torch.ones(size, size))], lr=0.1) for size in (24, 72))
+
+    def steps() -> list[bool]:
+        random_step(small, 0)
+        first = len(taken)
+        random_step(small, 1)
+        random_step(large, 0)
+        return [memory.expired() for memory in taken[:first]]
+
+    assert in_threads(steps) == [[True, True]], "a larger matrix took other memory"
+    assert all(memory.expired() for memory in taken), "the thread has ended"
+    random_step(small, 2)
+    assert not any(memory.expired() for memory in taken[-2:])
 
 
 def test_batches_that_change_threads_have_the_bits_of_one_thread() -> None:

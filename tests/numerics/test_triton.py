@@ -27,6 +27,7 @@ from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
 from muonmesh.numerics.newton_schulz import orthogonalize
+from muonmesh.numerics.rules import MuonRule, register_rule
 from muonmesh.step import by_kernel
 from muonmesh.step.parameters import Snapshot
 from muonmesh.step.runtime import Driver
@@ -690,6 +691,34 @@ def changed_rule() -> tuple[float, bool]:
     return float((result - expected).abs().max()), steady
 
 
+def sees_direction_later() -> float:
+    """How far weights are from those of torch's products, if a class that sees the direction takes a rule's name."""
+
+    @dataclass(frozen=True)
+    class Adds(MuonRule):
+        def whole(self, update: Tensor, state: Any) -> Tensor:
+            return update + state["direction"] if "direction" in state else update
+
+    @dataclass(frozen=True)
+    class SeesAndAdds(Adds):
+        sees_direction = True
+
+    def weights(products: Any) -> Tensor:
+        torch.manual_seed(0)
+        register_rule("adds")(Adds)
+        weight = nn.Parameter(torch.randn(16, 32))
+        group = {"params": [weight], "algorithm": "adds"}
+        optimizer = mm.Muon([group], lr=0.1, kernels=products, ns_steps=3, compute_dtype=FP32)
+        for step in range(4):
+            if step == 2:
+                register_rule("adds")(SeesAndAdds)
+            weight.grad = torch.randn(16, 32)
+            optimizer.step()
+        return weight.detach()
+
+    return float((weights("triton") - weights("torch")).abs().max())
+
+
 def messages_of_refusals() -> dict[str, str]:
     """What is said where Triton is asked for what it cannot do."""
     messages = {}
@@ -707,6 +736,11 @@ def test_a_steady_step_asks_whether_kernels_still_do_what_a_rule_does(interprete
     apart, steady = interpreter(changed_rule)
     assert steady, "launches last from step to step"
     assert apart < 1e-5
+
+
+def test_a_batch_keeps_its_direction_for_a_rule_that_comes_to_see_it(interpreter: Interpreter) -> None:
+    """Results lie in the memory of the matrices only where nothing reads these afterwards."""
+    assert interpreter(sees_direction_later) < 1e-5
 
 
 MOVES = ["nothing", "gradients", "rates", "momentum", "nesterov", "zeros", "weights", "metrics", "masters"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -16,7 +15,7 @@ from muonmesh.clip.norm_means import limits_from
 from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
-from muonmesh.comm.storage import local_of, shares_memory
+from muonmesh.comm.storage import local_of, overlapping, shares_memory
 from muonmesh.errors import explain_error
 
 
@@ -179,8 +178,8 @@ def scale_groups(
 ) -> None:
     """Multiply the gradients of each group by their coefficient.
 
-    A gradient that shares memory with another one, or among its own elements, is not written, nor is an inference
-    tensor: a scaled copy takes its place.
+    A gradient whose memory overlaps with that of another one, or among its own elements, is not written, nor is an
+    inference tensor: a scaled copy takes its place.
 
     Args:
         groups: The param groups.
@@ -200,16 +199,18 @@ def scale_groups(
         for parameter in group["params"]
         if (gradient := source.gradient(parameter)) is not None
     ]
-    uses = Counter(local_of(gradient).data_ptr() for _, gradient, _ in gradients)
+    overlaps = overlapping([local_of(gradient) for _, gradient, _ in gradients])
 
-    def in_place(gradient: Tensor) -> bool:
-        local = local_of(gradient)
-        alone = uses[local.data_ptr()] == 1 and not shares_memory(local)
-        return not local.numel() or (alone and not local.is_inference())
+    def in_place(local: Tensor, *, overlaps: bool) -> bool:
+        return not local.numel() or not (overlaps or shares_memory(local) or local.is_inference())
 
     scaled = [
-        (parameter, gradient if in_place(gradient) else gradient.clone(), coefficients[position])
-        for parameter, gradient, position in gradients
+        (
+            parameter,
+            gradient if in_place(local_of(gradient), overlaps=shared) else gradient.clone(),
+            coefficients[position],
+        )
+        for (parameter, gradient, position), shared in zip(gradients, overlaps, strict=True)
         if position in coefficients
     ]
     for parameter, gradient, coefficient in scaled:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,12 @@ class _UnderWay:
 
 
 class _BatchInMemory(NamedTuple):
-    """A local batch in memory for its matrices and results, with views of both: by shape, and of its pieces."""
+    """A local batch in memory for its matrices and results, with views of both: by shape, and of its pieces.
 
-    memory: Sequence[Tensor]
+    It refers to the tensors of `scratch` weakly. When those are dropped, as with their thread, so is this.
+    """
+
+    memory: Sequence[weakref.ref[Tensor]]
     matrices_by_shape: Sequence[Tensor]
     results_by_shape: Sequence[Tensor]
     reads: Elements
@@ -168,11 +171,14 @@ class Exchange:
         self, batch: LocalBatch, ahead: Sequence[int], callbacks: StepCallbacks, *memory: Tensor
     ) -> None:
         views = self._batches.get(batch)
-        if views is None or not all(map(is_, views.memory, memory)):
-            x, out = batch.buffers(memory)
-            batches = by_shape(x, batch.shapes), by_shape(out, batch.shapes)
-            views = _BatchInMemory(memory, *batches, Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
+        if views is None or any([of() is not tensor for of, tensor in zip(views.memory, memory, strict=True)]):
+            (x, out), references = batch.buffers(memory), []
             if x.is_cpu:  # where the same memory serves every step (`scratch`)
+                x, out = x.view(-1), out.view(-1)  # which are not the tensors that `scratch` holds
+                references = [weakref.ref(tensor, partial(_drop, weakref.ref(self), batch)) for tensor in memory]
+            batches = by_shape(x, batch.shapes), by_shape(out, batch.shapes)
+            views = _BatchInMemory(references, *batches, Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
+            if references:
                 self._batches[batch] = views
         callbacks.prepare(batch.assignments, views.reads, ahead)
         shared = None if batch.shared_layout is None else memory[0]
@@ -279,3 +285,10 @@ class Exchange:
 
     def _copy(self, copies: CopyPairs) -> None:
         run_all([partial(to.copy_, of) for to, of in copies], device=self._device)
+
+
+def _drop(exchange: weakref.ref[Exchange], batch: LocalBatch, memory: weakref.ref[Tensor]) -> None:
+    """Forget the views of a batch in memory that nobody else holds any more."""
+    batches = {} if (of := exchange()) is None else of._batches
+    if (views := batches.get(batch)) is not None and any([memory is other for other in views.memory]):
+        batches.pop(batch, None)

@@ -32,11 +32,14 @@ def is_freed(local: Tensor) -> bool:
     """Return whether the memory of a dense local tensor is smaller than its elements need, so that it was freed."""
     if local.is_meta or not local.numel():
         return False
+    return local.untyped_storage().nbytes() < (local.storage_offset() + _reach(local)) * local.itemsize
+
+
+def _reach(local: Tensor) -> int:
+    """Return how many elements the memory of a tensor spans, from its first element to its last; it is not empty."""
     if local.is_contiguous():
-        last = local.numel() - 1
-    else:
-        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return local.untyped_storage().nbytes() < (local.storage_offset() + last + 1) * local.itemsize
+        return local.numel()
+    return sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
 
 
 def shares_memory(tensor: Tensor) -> bool:
@@ -47,6 +50,19 @@ def shares_memory(tensor: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether its memory, from its first element to its last, overlaps with that of another."""
+    overlaps = [False] * len(tensors)
+    spans = [(tensor.data_ptr(), number) for number, tensor in enumerate(tensors) if tensor.numel()]
+    end, farthest = 0, 0  # of the spans so far
+    for start, number in sorted(spans):
+        if start < end:
+            overlaps[number] = overlaps[farthest] = True
+        if (stop := start + _reach(tensors[number]) * tensors[number].itemsize) > end:
+            end, farthest = stop, number
+    return overlaps
 
 
 @dataclass(frozen=True)

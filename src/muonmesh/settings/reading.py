@@ -119,7 +119,9 @@ def plan_terms(group: Mapping[str, Any], rule: Any) -> object:
         group["ns_steps"],
         group["ns_method"],
         group["stochastic_rounding"] is None,  # parameters of some dtypes cannot have it
-        (*rule.keeps().items(), rule.count_of_sums()) if isinstance(rule, Rule) else (),
+        (*rule.keeps().items(), rule.count_of_sums(), rule.orthogonalizes, rule.sees_direction)
+        if isinstance(rule, Rule)
+        else (),
     )
 
 
