@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
 from tests.support import problem
@@ -204,6 +206,20 @@ def test_buffers_that_differ_are_those_of_the_first_rank(tmp_path: Path) -> None
         first = buffer.clone()
         dist.broadcast(first, 0)
         assert torch.equal(loaded, first), name
+
+
+@on_ranks(4)
+def test_a_buffer_that_ranks_shard_keeps_every_shard(tmp_path: Path) -> None:
+    """Only rank 0 had written its shard, so the save was refused. Of replicas that differ, the first counts."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model, table = nn.Linear(6, 12), torch.arange(20.0).view(5, 4)
+    placements = [Replicate(), Shard(0)]
+    model.register_buffer("table", distribute_tensor(table, mesh, placements) + mesh.get_local_rank(0))
+    optimizer = mm.from_model(model, process_group="world")
+    mm.checkpoint.save(tmp_path / "checkpoint", model, optimizer)
+    model.register_buffer("table", distribute_tensor(torch.zeros(5, 4), mesh, placements))
+    mm.checkpoint.load(tmp_path / "checkpoint", model, optimizer)
+    assert torch.equal(model.table.full_tensor(), table)  # type: ignore[operator, union-attr]
 
 
 def test_state_of_what_is_frozen_now_is_not_dropped_unseen(saved: Callable[..., Path]) -> None:

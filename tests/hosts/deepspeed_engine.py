@@ -615,6 +615,17 @@ def warmed_up(config: dict[str, Any]) -> list[str]:
         return differences(snapshot(engine), single.snapshot)
 
 
+def rates_after_warm_up(config: dict[str, Any], **rates: Any) -> list[float]:
+    """The rates of all groups after a warm-up of two steps, where nobody has written ``lr``."""
+    as_launchers_do()
+    config = {"train_micro_batch_size_per_gpu": 1, **config}
+    engine = initialize(model=build(), config=config, optimizer={"compute_dtype": torch.float32, **rates})[0]
+    train(engine, range(3))
+    reached = [float(group["lr"]) for group in engine.basic_optimizer.param_groups]
+    engine.destroy()
+    return reached
+
+
 ABSENT = {(1, 0), (1, 1), (2, 1), (3, 0)}
 """Steps and micro-batches whose forward leaves out some modules: both of a step, the last and the first."""
 

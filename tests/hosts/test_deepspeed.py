@@ -295,6 +295,14 @@ def test_a_schedule_moves_both_halves_and_keeps_their_ratio(
         assert adamw == pytest.approx([muon / 2] * len(adamw))
 
 
+def test_a_schedule_of_groups_with_one_rate_needs_no_lr(pools: dict[int, Pool]) -> None:
+    """It was refused because of rates that differ, which they do not."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 2}}
+    config = zero(1) | {"scheduler": scheduler}
+    reached = pools[2].run(ds.rates_after_warm_up, config, muon={"lr": 0.05}, adamw={"lr": 0.05})[0]
+    assert reached == pytest.approx([0.05] * len(reached))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_part_without_gradients_is_counted_in_a_warm_up_from_0(pools: dict[int, Pool], stage: int) -> None:
     """At rate 0, a rank whose part has zero gradients does not know that other ranks' parts have gradients."""

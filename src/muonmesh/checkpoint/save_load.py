@@ -241,7 +241,8 @@ def _shares(records: Iterable[ParameterRecord], names_by_rank: Sequence[Collecti
     """Return what this rank writes of each tensor, by the tensor's name in the checkpoint.
 
     Replicas share the work, each with some of the tensors. But buffers may differ between ranks, as BatchNorm's do
-    under DDP. Those of several ranks would not belong together, so the first rank that has a buffer writes it.
+    under DDP. Those of several ranks would not belong together, so the first rank that has a buffer writes it; of a
+    DTensor, the ranks of the first replica, each its shard.
 
     Args:
         records: The records of this rank.
@@ -249,10 +250,19 @@ def _shares(records: Iterable[ParameterRecord], names_by_rank: Sequence[Collecti
     """
     shares = dict[str, LocalBoxes]()
     for record in records:
-        elsewhere = _is_buffer(record) and any(record.name in names for names in names_by_rank[: this_rank()])
+        elsewhere = _is_buffer(record) and not _is_of_first_replica(record, names_by_rank)
         for name, share in record.shares():
             shares[name] = share._replace(boxes={}) if elsewhere else share
     return shares
+
+
+def _is_of_first_replica(record: ParameterRecord, names_by_rank: Sequence[Collection[str]]) -> bool:
+    """Return whether no rank before this one, or before those that share the tensor with it, has a whole copy."""
+    first = next(rank for rank, names in enumerate(names_by_rank) if record.name in names)
+    layout = record.parameter.storage.layout
+    if layout is None:
+        return first == this_rank()
+    return first in layout.ranks and layout.replica_number(this_rank()) == layout.replica_number(first)
 
 
 def _warn_of_drift(sums_by_rank: Iterable[dict[tuple[str, tuple[int, ...]], int]]) -> None:

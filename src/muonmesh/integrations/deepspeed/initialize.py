@@ -159,8 +159,9 @@ class Assembly:
         self._template = Muon([{**group, "params": _shapes(group["params"])} for group in groups], **settings)
         self._shared = {key: settings[key] for key in _SHARED if key in settings}
         rates = {float(group["lr"]) for group in self._template.param_groups}
-        known = "lr" in settings or rates == {float(self._template.defaults["lr"])}
-        self._scheduled_rate = float(self._template.defaults["lr"]) if known else None
+        if "lr" in settings:
+            rates = {float(self._template.defaults["lr"])}
+        self._scheduled_rate = rates.pop() if len(rates) == 1 else None
         self._model = model
         self._parameters: dict[int, EngineParameter] = {}
         self._reasons: dict[str, str] = {}
