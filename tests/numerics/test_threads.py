@@ -89,11 +89,11 @@ def test_optimizers_in_two_threads_get_the_bits_of_one_after_the_other(plans: tu
 
 def test_memory_that_threads_give_up_is_kept_by_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer keeps views of the memory of its last step, though not the memory."""
-    taken: list[StorageWeakRef] = []
+    storages: list[StorageWeakRef] = []
 
     def recorded(*args: Any, **options: Any) -> Tensor:
         memory = scratch(*args, **options)
-        taken.append(StorageWeakRef(memory.untyped_storage()))
+        storages.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
     monkeypatch.setattr(exchange, "scratch", recorded)
@@ -101,15 +101,15 @@ def test_memory_that_threads_give_up_is_kept_by_no_optimizer(monkeypatch: pytest
 
     def steps() -> list[bool]:
         random_step(small, 0)
-        first = len(taken)
+        first = len(storages)
         random_step(small, 1)
         random_step(large, 0)
-        return [memory.expired() for memory in taken[:first]]
+        return [memory.expired() for memory in storages[:first]]
 
     assert in_threads(steps) == [[True, True]], "a larger matrix took other memory"
-    assert all(memory.expired() for memory in taken), "the thread has ended"
+    assert all(memory.expired() for memory in storages), "the thread has ended"
     random_step(small, 2)
-    assert not any(memory.expired() for memory in taken[-2:])
+    assert not any(memory.expired() for memory in storages[-2:])
 
 
 def test_batches_that_change_threads_have_the_bits_of_one_thread() -> None:
