@@ -93,6 +93,16 @@ def test_a_guess_is_told() -> None:
     assert mm.audit(mm.Muon(mm.from_model(model).param_groups), model).guesses == report.guesses
 
 
+def test_a_group_that_was_edited_is_audited() -> None:
+    """Names and parameters were read side by side, and the audit ended with an error of `zip`, not with `Muon`'s."""
+    model = Net()
+    optimizer = mm.from_model(model, lr=1e-3)
+    del optimizer.param_groups[0]["params"][0]
+    report = mm.audit(optimizer, model)
+    assert {row.verdict for row in report.rows} == {"raises"}
+    assert "param_names for" in " ".join(str(report).split())
+
+
 def test_it_says_the_same_under_autocast() -> None:
     model = Net()
     optimizer = mm.from_model(model, lr=1e-3, compute_dtype=torch.float32)

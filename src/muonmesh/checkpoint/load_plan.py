@@ -298,7 +298,9 @@ def _name_faults(
     lines: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or saved) for name in lost]
     lines += [(f"{MODEL}.{name}, which nothing here has", name, lost or local) for name in spare]
     lines += [
-        (f"state of {name}, which nothing here {'trains' if name in everyone else 'has'}", name, local)
+        (f"state of {name}, which nothing here trains", name, ())
+        if name in everyone
+        else (f"state of {name}, which nothing here has", name, local)
         for name in strays
     ]
     # Only for what the message will show: with many names, the search for all could take hours.

@@ -231,7 +231,7 @@ class _Watch:
             specs = group["matrices"] if muon and "matrices" in group else [None] * len(group["params"])
             right |= {name: (muon, spec) for name, spec in zip(group["param_names"], specs, strict=True)}
         for group in own_groups:  # by the user or by a forward, which is no guess
-            specs = group.get("matrices") or [None] * len(group["params"])
+            specs = group.get("matrices", [None] * len(group["params"]))
             for name, parameter, reason, spec in zip(*(group[key] for key in _OF_EACH), specs, strict=True):
                 if self.weights.get(name) is parameter and not reason.endswith("; a guess"):
                     right[name] = is_matrix_rule(group["algorithm"]), spec
@@ -320,8 +320,13 @@ _OF_EACH = ("param_names", "params", "reasons")
 
 
 def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the groups of a `Muon` that `muonmesh.split_params` has made; none of other optimizers."""
-    return [group for group in optimizer.param_groups if group.keys() >= {"algorithm", *_OF_EACH}]
+    """Return the groups of a `Muon` that `muonmesh.split_params` has made; none of other optimizers.
+
+    Groups whose lists of parameters were changed since then no longer say what is which.
+    """
+    made = [group for group in optimizer.param_groups if group.keys() >= {"algorithm", *_OF_EACH}]
+    keys = (*_OF_EACH, "matrices")
+    return [group for group in made if len({len(group[key]) for key in keys if key in group}) == 1]
 
 
 def _summed(numbers: Mapping[str, float]) -> dict[str, float]:
