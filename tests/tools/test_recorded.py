@@ -480,6 +480,9 @@ def test_the_first_page_has_recorded_ratios() -> None:
     words = " ".join(page.split())
     assert f"fused AdamW takes {adamw[0]:.2f} to {adamw[-1]:.2f} times muonmesh's time" in words
     assert f"{peak:.0f} instead of {torch_peak:.0f} MiB for the layers of Llama 8B" in words
+    counted = {run["optimizer"]: run for run in recorded("dry_run")["tables"]["dry run"] if run["case"] == "llama"}
+    peak, torch_peak = (counted[name]["peak_bytes"] / 2**20 for name in ("muonmesh", "torch"))
+    assert f"{peak:.0f} instead of {torch_peak:.0f} MiB for Llama 8B, as [counted]" in words
 
 
 def test_the_model_of_time_beside_steps_on_a_gpu() -> None:
