@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,22 @@ def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: P
     workers(2).run(save_while_training, layout, str(tmp_path))
     for result in workers(2).run(load_by_dcp, layout, str(tmp_path), False):
         assert problem.differing(result, never_stopped()) == []
+
+
+def test_a_save_warns_of_state_that_no_load_takes(tmp_path: Path) -> None:
+    model = nn.Linear(4, 6, bias=False)
+    optimizer = mm.Muon(model.named_parameters())
+    model.weight.grad = torch.ones(6, 4)
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.checkpoint.save(tmp_path / "finite", model, optimizer)
+    optimizer.state[model.weight]["momentum_buffer"][-1, -1] = torch.inf
+    found = r"diverged: optimizer\.state\.weight\.momentum_buffer has infinity or NaN, so load refuses this checkpoint"
+    with pytest.warns(UserWarning, match=found):
+        mm.checkpoint.save(tmp_path / "diverged", model, optimizer)
+    with pytest.raises(mm.FileError, match=r"found infinity or NaN in optimizer\.state\.weight"):
+        mm.checkpoint.load(tmp_path / "diverged", model, optimizer)
 
 
 def flat_by_torch() -> str:

@@ -8,8 +8,9 @@ where each tensor goes, reads into new memory, and only then writes to the model
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from muonmesh.checkpoint.folder import open_checkpoint, write
 from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
 from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
-from muonmesh.checkpoint.record import CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
+from muonmesh.checkpoint.record import STATE, CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
 from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import PLAIN, local_of, this_rank
@@ -28,6 +29,7 @@ from muonmesh.names import canonical_name
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.replicas import sum_of_bits
+from muonmesh.step.state_layout import wrong_numbers
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -76,7 +78,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         TypeError: the optimizer is of another kind.
 
     Warns:
-        UserWarning: on rank 0: replicas of a weight have drifted apart.
+        UserWarning: on rank 0: replicas of a weight have drifted apart, or optimizer state is not finite, so that
+            `load` will refuse the checkpoint.
     """
     host = settled(lambda: checkpointed(optimizer))
     settled(host.refuse_if_interrupted)
@@ -92,6 +95,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Any) -> None
         settled(lambda: _check_alike(digests, trained))
         _warn_of_drift(sums)
         tensors = settled(lambda: _shares(records, digests))
+        _warn_of_divergence(path, tensors)
         write(path, tensors, merged_settings(settings))
 
 
@@ -273,6 +277,23 @@ def _warn_of_drift(sums_by_rank: Iterable[dict[tuple[str, tuple[int, ...]], int]
         text += "Only one replica is saved. Some steps had gradients that nothing averaged, or weights "
         text += "were changed on some ranks only. Loading this checkpoint makes the replicas equal"
         warn(about(name, text))
+
+
+def _warn_of_divergence(path: str | os.PathLike[str], tensors: Mapping[str, LocalBoxes]) -> None:
+    """Warn on rank 0 if state has numbers for which `load` refuses the checkpoint. All ranks call this."""
+
+    def faults() -> list[tuple[str, str]]:
+        boxes = ((name, box) for name, share in tensors.items() for box in share.boxes.values())
+        return [
+            (name, fault) for name, box in boxes if name.startswith(f"{STATE}.") and (fault := wrong_numbers(name, box))
+        ]
+
+    found = sorted(itertools.chain.from_iterable(results_of_all_ranks(faults, kind=StateError)))
+    if found and this_rank() == 0:
+        name, fault = found[0]
+        text = f"{name} has {fault}, so load refuses this checkpoint. Keep an older one, find the step that diverged, "
+        text += 'and skip such steps with optimizer.clip_grad_norm_(1.0, skip_above="4x")'
+        warn(about(os.fspath(path), text))
 
 
 def _check_alike(digests_by_rank: Sequence[dict[str, str]], records: Iterable[ParameterRecord]) -> None:
