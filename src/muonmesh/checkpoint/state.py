@@ -16,6 +16,7 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.numerics.setting import plain
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.int8_momentum import SCALE, Blocks
@@ -52,8 +53,11 @@ class SavedGroup(OrderedDict[str, Any]):
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> SavedGroup:
-        """Return a group to save. It keeps all keys, since torch needs all of them when it loads."""
-        return SavedGroup((key, None if key in _WORKED_OUT else value) for key, value in group.items())
+        """Return a group to save. It keeps all keys, since torch needs all of them when it loads.
+
+        Numbers of other libraries, such as NumPy, become floats: ``torch.load(weights_only=True)`` accepts no others.
+        """
+        return SavedGroup((key, None if key in _WORKED_OUT else _plain(value)) for key, value in group.items())
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove and return an entry; with "params", set "param_names" to None."""
@@ -65,6 +69,10 @@ class SavedGroup(OrderedDict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain OrderedDict, which ``torch.load(weights_only=True)`` accepts."""
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def _plain(value: Any) -> Any:
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else plain(value)
 
 
 def widen_state(states: Mapping[Tensor, dict[str, Any]], planned: StepPlan, wrote: Blocks | None) -> None:
