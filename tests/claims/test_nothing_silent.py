@@ -561,6 +561,50 @@ def test_a_parameter_unfrozen_and_added_is_not_told() -> None:
     assert message.startswith("1.bias was frozen when the optimizer was made")
 
 
+def untied(model: nn.Module) -> None:
+    model.tied.weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def with_layer(model: nn.Module) -> None:
+    model.add_module("grown", nn.Linear(6, 6, bias=False))
+
+
+def reparametrized(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def with_average(model: nn.Module) -> None:
+    model.add_module("average", copy.deepcopy(model[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (untied, "tied.weight was"),
+        (with_layer, "grown.weight was"),
+        (reparametrized, "0.parametrizations.weight.original0, 0.parametrizations.weight.original1 were"),
+        (nn.utils.parametrizations.orthogonal, ""),  # trains the parameter that there was
+        (with_average, ""),  # has no gradient
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 50])
+def test_a_parameter_that_is_added_to_the_model_is_told_with_what_to_write(
+    change: Callable[[nn.Module], Any], names: str, steps: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model.add_module("tied", nn.Linear(6, 6, bias=False))
+    model.tied.weight = model[0].weight
+    optimizer = mm.from_model(model, lr=1e-3, overrides={"0.weight": "muon"})
+    messages = warnings_of_steps(optimizer, model, steps)
+    change(model[0] if change is nn.utils.parametrizations.orthogonal else model)
+    unused = ("average.weight", "average.bias")
+    messages += warnings_of_steps(optimizer, model, 99, unused) + warnings_of_steps(optimizer, model, 150, unused)
+    told = [message for message in messages if "no gradient in the last 100 steps" not in message]
+    assert [message.partition(" added")[0] for message in told] == ([names] if names else [])
+    assert all("since the optimizer was made" in message and "add_param_group" in message for message in told)
+
+
 def test_no_matrices_at_all_is_told_at_construction() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4))
     with pytest.warns(UserWarning, match="Sequential: found 0 matrices for Muon among 3 trained parameters"):
