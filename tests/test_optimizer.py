@@ -276,6 +276,17 @@ def test_bf16_without_masters_warns_once_with_the_share() -> None:
         optimizer.step()
 
 
+def test_weights_that_become_bf16_between_steps_are_warned_of() -> None:
+    layer = nn.Linear(32, 32, bias=False)
+    layer.weight.data.fill_(1.0)
+    optimizer = mm.Muon([layer.weight], lr=1e-5)
+    layer.weight.grad = torch.randn(32, 32)
+    optimizer.step()
+    layer.bfloat16()
+    with pytest.warns(UserWarning, match=r"100% of its entries unchanged.*master_dtype=torch.float32"):
+        optimizer.step()
+
+
 def test_bf16_norms_without_masters_that_no_step_moves_are_named() -> None:
     def steps(**settings: Any) -> tuple[list[str], bool]:
         torch.manual_seed(0)

@@ -168,7 +168,7 @@ class Muon(torch.optim.Optimizer):
             source = ToOwners() if shared["gradients"] == "to_owners" else shared["gradients"]
             self._runtime.source = PARAMETER_GRAD if source is None else source
             if isinstance(params, ParamGroups):
-                self._runtime.idle = IdleParameters(params.model, params.frozen)
+                self._runtime.idle = IdleParameters(params.model, params.trained, params.frozen)
                 self._runtime.watch = params.watch
             super().__init__(params, defaults)
         withdraw_failure()

@@ -350,6 +350,52 @@ def test_flattened_state_of_another_cut_into_stages_loads() -> None:
             assert torch.equal(parameter, named[name]), name
 
 
+def of_layers(layers: range, **settings: Any) -> tuple[Deep, mm.Muon]:
+    torch.manual_seed(0)
+    model = Deep(layers)
+    return model, mm.from_model(model, lr=0.1, overrides={".*": "muon", **settings})
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_state_by_name_loads_where_a_weight_is_frozen_since(flatten: bool) -> None:
+    """torch leaves its name in the saved group; the other weights go on with the same bits."""
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = of_layers(range(3))
+    step_once(optimizer, 0)
+    weights, saved = dcp_state.get_state_dict(model, optimizer, options=options)
+    twin = copy.deepcopy(model)
+    twin.layers["1"].requires_grad_(False)
+    other = mm.from_model(twin, lr=0.3, overrides={".*": "muon"})
+    dcp_state.set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=saved, options=options)
+    assert [group["param_names"] for group in other.param_groups] == [["layers.0.weight", "layers.2.weight"]]
+    assert other.param_groups[0]["lr"] == 0.1
+    for stepped, trained in ((model, optimizer), (twin, other)):
+        for layer in ("0", "2"):
+            weight = stepped.layers[layer].weight
+            weight.grad = gradient_for(weight, int(layer))
+        stepped.layers["1"].weight.grad = None
+        trained.step()
+    assert same_bits([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+
+
+def test_state_by_name_of_a_group_that_is_two_now() -> None:
+    """torch gives the settings to one of the two, and would leave the other with its own; flattened, both have them."""
+    model, optimizer = of_layers(range(3))
+    step_once(optimizer, 0)
+    saved, flat_state = dcp_state.get_optimizer_state_dict(model, optimizer), flattened(model, optimizer)
+    twin, other = of_layers(range(3), **{"layers.1.weight": {"lr": 0.7}})
+    names = [group["name"] for group in other.param_groups]
+    with pytest.raises(mm.StateError, match=r"also has layers.0.weight, which is in another group here.*flatten"):
+        dcp_state.set_optimizer_state_dict(twin, other, saved)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.7]
+    assert not any(state["momentum_buffer"].any() for state in other.state.values())  # torch has created it
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp_state.set_optimizer_state_dict(twin, other, flat_state, options=options)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.1]
+    assert [group["name"] for group in other.param_groups] == names
+    assert len(set(names)) == 2
+
+
 def in_state(number: int, key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     """Change an entry of the state of the matrix, 0, or of the vector."""
 
@@ -383,7 +429,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (in_state(1, "step", lambda t: t.expand(2)), r"step a plain tensor of shape \(2,\)"),
     (in_state(1, "max_exp_avg_sq", lambda t: torch.zeros(5)), "'max_exp_avg_sq' in its state"),
     (lambda saved: saved["state"].update({7: saved["state"][0]}), "found state of 1 parameters that are in none"),
-    (of_torchs_muon, r"found the key 'eps'; needed 'adamw_eps'|ns_coefficients|adjust_lr_fn"),
+    (of_torchs_muon, r"found the key 'eps'; needed 'adamw_eps'.*another optimizer.*checkpoint\.convert\("),
     (lambda saved: {"model": {}, "optimizer": saved}, NO_STATE),
     (lambda saved: {"param_groups": saved["param_groups"]}, NO_STATE),
     (lambda saved: {**saved, "param_groups": [{"lr": 0.1}]}, NO_STATE),
@@ -513,6 +559,50 @@ def test_a_parameter_unfrozen_and_added_is_not_told() -> None:
     optimizer.add_param_group({"params": [("1.weight", model[1].weight)], "algorithm": "muon"})
     (message,) = warnings_of_steps(optimizer, model, 300)
     assert message.startswith("1.bias was frozen when the optimizer was made")
+
+
+def untied(model: nn.Module) -> None:
+    model.tied.weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def with_layer(model: nn.Module) -> None:
+    model.add_module("grown", nn.Linear(6, 6, bias=False))
+
+
+def reparametrized(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def with_average(model: nn.Module) -> None:
+    model.add_module("average", copy.deepcopy(model[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (untied, "tied.weight was"),
+        (with_layer, "grown.weight was"),
+        (reparametrized, "0.parametrizations.weight.original0, 0.parametrizations.weight.original1 were"),
+        (nn.utils.parametrizations.orthogonal, ""),  # trains the parameter that there was
+        (with_average, ""),  # has no gradient
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 50])
+def test_a_parameter_that_is_added_to_the_model_is_told_with_what_to_write(
+    change: Callable[[nn.Module], Any], names: str, steps: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model.add_module("tied", nn.Linear(6, 6, bias=False))
+    model.tied.weight = model[0].weight
+    optimizer = mm.from_model(model, lr=1e-3, overrides={"0.weight": "muon"})
+    messages = warnings_of_steps(optimizer, model, steps)
+    change(model[0] if change is nn.utils.parametrizations.orthogonal else model)
+    unused = ("average.weight", "average.bias")
+    messages += warnings_of_steps(optimizer, model, 99, unused) + warnings_of_steps(optimizer, model, 150, unused)
+    told = [message for message in messages if "no gradient in the last 100 steps" not in message]
+    assert [message.partition(" added")[0] for message in told] == ([names] if names else [])
+    assert all("since the optimizer was made" in message and "add_param_group" in message for message in told)
 
 
 def test_no_matrices_at_all_is_told_at_construction() -> None:

@@ -15,9 +15,11 @@ import pickle
 import typing
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -402,6 +404,29 @@ def test_a_state_dict_continues_bit_for_bit(name: str, count: Callable[[Tensor],
         step_drawn(trained, o, range(3, 6))
     assert same_bits([p.detach() for p in params.values()], [p.detach() for p in twins.values()])
     assert same_bits(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_settings_in_numbers_of_other_libraries_are_saved_as_floats() -> None:
+    """A warmup in NumPy leaves its scalars in the groups, which torch.load(weights_only=True) refuses."""
+    number = {"lr": np.float32(0.01), "weight_decay": np.float64(0.1), "momentum": Fraction(9, 10)}
+    params, twins = drawn_parameters(), drawn_parameters()
+    optimizer = mm.Muon(groups_of_both(params))
+    for group in optimizer.param_groups:
+        group.update(number, adamw_betas=[Fraction(9, 10), np.float64(0.95)], initial_lr=np.float64(0.02))
+    step_drawn(params, optimizer, range(2))
+    state = through_a_file(optimizer.state_dict())
+    for group in state["param_groups"]:
+        assert {key: (type(group[key]), group[key]) for key in number} == {
+            k: (float, float(v)) for k, v in number.items()
+        }
+        assert [*group["adamw_betas"], group["initial_lr"]] == [0.9, 0.95, 0.02]
+    other = mm.Muon(groups_of_both(twins))
+    other.load_state_dict(state)
+    for name, parameter in twins.items():
+        parameter.data.copy_(params[name].detach())
+    step_drawn(params, optimizer, range(2, 4))
+    step_drawn(twins, other, range(2, 4))
+    assert all(same_bits(p.detach(), twins[n].detach()) for n, p in params.items())
 
 
 @inputs

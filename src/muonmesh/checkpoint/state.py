@@ -16,6 +16,7 @@ from muonmesh.layout import Declared
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.names import canonical_name
 from muonmesh.numerics.rules import is_matrix_rule, rule_of, step_count
+from muonmesh.numerics.setting import plain
 from muonmesh.settings import FRESH_MEANS, NORM_MEANS
 from muonmesh.settings.checks import check_group, check_structure
 from muonmesh.step.int8_momentum import SCALE, Blocks
@@ -52,8 +53,11 @@ class SavedGroup(OrderedDict[str, Any]):
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> SavedGroup:
-        """Return a group to save. It keeps all keys, since torch needs all of them when it loads."""
-        return SavedGroup((key, None if key in _WORKED_OUT else value) for key, value in group.items())
+        """Return a group to save. It keeps all keys, since torch needs all of them when it loads.
+
+        Numbers of other libraries, such as NumPy, become floats: ``torch.load(weights_only=True)`` accepts no others.
+        """
+        return SavedGroup((key, None if key in _WORKED_OUT else _plain(value)) for key, value in group.items())
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove and return an entry; with "params", set "param_names" to None."""
@@ -65,6 +69,10 @@ class SavedGroup(OrderedDict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain OrderedDict, which ``torch.load(weights_only=True)`` accepts."""
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def _plain(value: Any) -> Any:
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else plain(value)
 
 
 def widen_state(states: Mapping[Tensor, dict[str, Any]], planned: StepPlan, wrote: Blocks | None) -> None:
@@ -164,8 +172,9 @@ def restore_state(
 
     def mend(_: torch.optim.Optimizer) -> None:
         for number, old in enumerate(before):
-            # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists.
-            rest = {key: old[key] for key in _LEFT_OUT if key in old}
+            # Lists by parameter keep their values, since a checkpoint may have turned tuples into lists. Names stay
+            # too: two groups may have been one.
+            rest = {key: old[key] for key in (*_LEFT_OUT, "name") if key in old}
             optimizer.param_groups[number] = {**old, NORM_MEANS: FRESH_MEANS, **optimizer.param_groups[number], **rest}
             optimizer.param_groups[number]["lr"] = _on_host(optimizer.param_groups[number]["lr"])
         for _name, parameter, saved in _entries(before, loaded):
@@ -207,6 +216,8 @@ def _tensor(key: str, value: Any) -> Any:
 
 _AS_SAVED = "Build the groups as when the state was saved"
 
+_CONVERT = 'load_state_dict(muonmesh.checkpoint.convert(saved, optimizer, package="torch")), or whose state it is'
+
 
 def _on_host(lr: Any) -> Any:
     """Return a rate in CPU memory: Accelerate and ``torch.load(map_location=...)`` move all tensors of a state."""
@@ -216,12 +227,13 @@ def _on_host(lr: Any) -> Any:
 def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
     write = 'Write load_state_dict(saved["optimizer"]), which has the "state" and the "param_groups" of state_dict()'
     saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
+    foreign = not any("algorithm" in group for group in saved_groups)  # each group of ours has it
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
         write = f"{_AS_SAVED}{_moved(saved_groups, groups)}"
-        if not any("algorithm" in group for group in saved_groups):  # each group of ours has it
-            write = 'Write load_state_dict(muonmesh.checkpoint.convert(saved, optimizer, package="torch")), or whose '
-            write += "state it is"
+        if foreign:
+            write = f"Write {_CONVERT}"
         raise StateError(explain_error("the state", _sizes_of(saved_groups), _sizes_of(groups), write))
+    trained = {name for group in groups for name in group.get("param_names", ())}
     for group, saved in zip(groups, saved_groups, strict=True):
         subject = f"group {group['name']!r}"
         for key in ("algorithm", "matrices"):
@@ -229,18 +241,39 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
                 fault, needed = f"{key} {saved[key]!r} in the state", f"{group[key]!r}, as this optimizer was built"
                 raise StateError(explain_error(subject, fault, needed, _AS_SAVED))
         settings = {key: saved[key] for key in saved if saved[key] is not None or key not in _LEFT_OUT}
+        if left_out := _names_left_out(saved, group.get("param_names", ())):
+            if moved := sorted(left_out & trained):
+                fault = f"a group in the state that also has {moved[0]}, which is in another group here"
+                needed = "the groups that were saved, or flattened state, in which each parameter has its settings"
+                write = f"{_AS_SAVED}, or give StateDictOptions(flatten_optimizer_state_dict=True) to save and load"
+                raise StateError(explain_error(subject, fault, needed, write))
+            del settings["param_names"]
         if "lr" in settings:
             settings["lr"] = _on_host(settings["lr"])
         try:
             check_structure(f"{subject} of the state", {**group, **settings, "params": group["params"]})
             check_group(f"{subject} of the state", {**group, **settings})
         except (TypeError, ValueError) as error:
-            raise StateError(str(error)) from None
-        names = list(map(canonical_name, saved.get("param_names") or group["param_names"]))
+            text = f"{error}. If another optimizer has saved this state, write {_CONVERT}" if foreign else str(error)
+            raise StateError(text) from None
+        names = list(map(canonical_name, settings.get("param_names", group["param_names"])))
         if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
             fault = "its parameters in another order in the state"
             needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
             raise StateError(explain_error(subject, fault, f"{needed}of another", _AS_SAVED))
+
+
+def _names_left_out(saved: Mapping[str, Any], names: Sequence[str]) -> set[str]:
+    """Return the names in a saved group besides ``names``, if it has all of these, but not their parameters.
+
+    torch's ``set_optimizer_state_dict`` finds state by name. It takes out of a group the parameters that this optimizer
+    does not train, such as those that are frozen now, and leaves their names in the group.
+    """
+    of_saved = saved.get("param_names")
+    if not isinstance(of_saved, (list, tuple)) or not all(isinstance(name, str) for name in of_saved):
+        return set()
+    every = set(map(canonical_name, of_saved))
+    return every - set(names) if len(of_saved) > len(names) and set(names) <= every else set()
 
 
 def _sizes_of(groups: Sequence[Mapping[str, Any]]) -> str:

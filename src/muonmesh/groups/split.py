@@ -49,7 +49,8 @@ class ParamGroups(list[dict[str, Any]]):
         shared: the further names of shared parameters, with the one that is in "param_names".
         guesses: the parameters of which types, names and sizes alone decided; their reasons end in "a guess".
         model: a weak reference to the model without wrappers; None after pickling. `Muon` looks there for parameters
-            that were replaced or unfrozen later.
+            that were replaced, added or unfrozen later.
+        trained: the names of the parameters that the groups were made with.
         watch: the watch on the model's first training forward, which `Muon` compares with the guesses; None if nothing
             is watched, and after pickling.
     """
@@ -65,6 +66,7 @@ class ParamGroups(list[dict[str, Any]]):
         model: nn.Module,
     ) -> None:
         super().__init__(groups)
+        self.trained = frozenset(name for group in groups for name in group["param_names"])
         self.frozen = frozen
         self.shared = shared
         self.guesses = tuple(guesses)

@@ -184,13 +184,17 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: StepPlan, precision: P
     if precision.int8:
         collectives += planned.blocks.count > 0 and len(plan.ranks) > 1
     state_bytes = state_bytes_of(planned, precision)
+    owners = defaultdict[int, Counter[int]](Counter)
+    for assignment in plan.assignments:
+        owners[assignment.parameter][assignment.owner] += 1
     placed = [(member, number) for number, member in enumerate(planned.muon) if member is not None]
     placed += [(member, -1) for members in planned.adamw for member in members]
     rows_of = defaultdict[Tensor, list[Row]](list)  # a flat tensor has a row for each of its parameters
     for member, number in placed:
         group, state = groups[member.group], state_bytes[member.name][0]
         if member.is_matrix:
-            row = replace(_muon_row(group, member.group, planned, number), bytes=sent[number] * itemsize, state=state)
+            row = _muon_row(group, member.group, planned, number)
+            row = replace(row, owners=dict(owners[number]), bytes=sent[number] * itemsize, state=state)
         else:
             shape = "×".join(map(str, member.storage.shape))
             row = Row(member.name, member.algorithm, "", shape, "", {}, 0, 0, float(group["lr"]), math.nan, state)
@@ -218,7 +222,7 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: StepPlan, precision: P
 
 
 def _muon_row(group: Mapping[str, Any], of: int, planned: StepPlan, number: int) -> Row:
-    """Return the row of parameter ``number`` of the plan; ``of`` is the number of its group."""
+    """Return the row of parameter ``number`` of the plan, without owners; ``of`` is the number of its group."""
     parameter, rule = planned.plan.parameters[number], rule_of(group)
     sizes = Counter(f"{matrix.rows}×{matrix.cols}" for matrix in parameter.matrices)
     steps = [rule.step_size(matrix.rows, matrix.cols) for matrix in parameter.matrices]
@@ -230,7 +234,7 @@ def _muon_row(group: Mapping[str, Any], of: int, planned: StepPlan, number: int)
         "",
         ", ".join(size if count == 1 else f"{count} of {size}" for size, count in sizes.items()),
         parameter.target.describe().partition(" (")[0],  # without the fingerprint of flat shards
-        dict(Counter(a.owner for a in planned.plan.assignments if a.parameter == number)),
+        {},
         sum(parameter.flops),
         0,
         max(step.rms for step in steps),

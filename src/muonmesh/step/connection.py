@@ -170,8 +170,9 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
     runtime.ranks.keepers = planned.plan.keepers
     runtime.source.bind(planned.replicated, group_for(runtime.holders), planned.plan.budget.gradient_bytes)
     runtime.source.complete(planned.exchange.communicator.steps)
-    if "rounding" not in runtime.warned:
-        runtime.warned.add("rounding")
+    dtypes = "rounding", frozenset(member.tensor.dtype for member in planned.members)
+    if dtypes not in runtime.warned:
+        runtime.warned.add(dtypes)
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
     return planned
 

@@ -148,7 +148,8 @@ class Runtime:
             event after which it can be read (None: now), and the function to call with the tensor.
         interrupted: The step or the load that has begun to write and not ended; None: there is none.
         replaced: Learning rates that several groups shared: see `keep_rates_apart`.
-        warned: What the user was warned of, or need not be: "rounding", and parameters that do not suit their rule.
+        warned: What the user was warned of, or need not be: of rounding for a set of dtypes, and parameters that do not
+            suit their rule.
         idle: Counts the steps in which parameters have had no gradient.
         watch: The watch on the model's first training forward; None once its forward has been compared.
     """

@@ -32,12 +32,14 @@ class IdleParameters:
 
     Attributes:
         model: The model whose parameters are in the groups; None if it is unknown.
+        trained: The names of the parameters that the groups were made with.
         frozen: The names of parameters that were frozen when the groups were made.
         steps: How many steps have been taken.
         counts: For each parameter without a gradient, for how many steps it has had none.
     """
 
     model: ReferenceType[nn.Module] | None = None
+    trained: Collection[str] = ()
     frozen: Collection[str] = ()
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -71,8 +73,8 @@ class IdleParameters:
         if not names:
             return None
         text = "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, "
-        text += "which has one. Make the optimizer after fully_shard, parallelize_module or to_empty, which replace "
-        text += "parameters"
+        text += "which has one. Make the optimizer after fully_shard, parallelize_module, to_empty or "
+        text += "load_state_dict(..., assign=True), which replace parameters"
         return LayoutError(about(_listed(names), text))
 
     def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, any_gradient: bool) -> None:
@@ -95,19 +97,31 @@ class IdleParameters:
             warn(text)
         if self.steps % PATIENCE == 1:
             self._looked_at.clear()
-            self._look_at_frozen(groups)
+            self._look_for_others(groups)
 
-    def _look_at_frozen(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        model = None if self.model is None or not self.frozen else self.model()
-        trained = {id(parameter) for group in groups for parameter in group["params"]}
+    def _look_for_others(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of parameters that the model trains now and this optimizer does not hold.
+
+        Those that were neither trained nor frozen when the groups were made count if they have a gradient.
+        """
+        model = None if self.model is None else self.model()
+        held = {id(parameter) for group in groups for parameter in group["params"]}
         trainable = [] if model is None else [site for site in parameter_sites(model) if site.parameter.requires_grad]
-        names = [site.name for site in trainable if id(site.parameter) not in trained]
-        fresh = [name for name in names if name in self.frozen and name not in self._warned]
-        if fresh:
-            self._warned.update(fresh)
-            text = f"{_listed(fresh)} {'was' if len(fresh) == 1 else 'were'} frozen when the optimizer was made and "
-            text += "unfrozen since, but this optimizer trains only what it was given. Write optimizer.add_param_group("
-            warn(text + '{"params": [...], "param_names": [...], "algorithm": "muon" or "adamw"})')
+        others = {site.name: site.parameter for site in trainable if id(site.parameter) not in held}
+        known = {*self.trained, *self.frozen, *self._warned}
+        unfrozen = [name for name in others if name in self.frozen and name not in self._warned]
+        added = [name for name, parameter in others.items() if name not in known and parameter.grad is not None]
+        self._warned.update(unfrozen, added)
+        for names, cause in (
+            (unfrozen, "frozen when the optimizer was made and unfrozen since"),
+            (added, "added to the model since the optimizer was made"),
+        ):
+            if names:
+                text = (
+                    f"{_listed(names)} {'was' if len(names) == 1 else 'were'} {cause}, but this optimizer trains only "
+                )
+                text += 'what it was given. Write optimizer.add_param_group({"params": [...], "param_names": [...], '
+                warn(text + '"algorithm": "muon" or "adamw"})')
 
 
 def _is_frozen(tensor: Tensor) -> bool:
