@@ -230,6 +230,14 @@ def test_a_gradient_of_an_earlier_step_is_not_stepped_again(pools: dict[int, Poo
     assert pools[2].run(ds.left_out, LEFT_OUT[name]) == [[], []]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_without_a_backward_pass_does_not_step_the_last_gradients_again(
+    pools: dict[int, Pool], stage: int
+) -> None:
+    """With offload DeepSpeed does; without, it raises a TypeError, and at stage 0 such a step changes nothing."""
+    assert pools[2].run(ds.stepped_without_backward, zero(stage, offload_optimizer=CPU)) == [[], []]
+
+
 def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keeps(pools: dict[int, Pool]) -> None:
     """Without masters AdamW's ε would be 0 in fp16, and `Muon` refuses it."""
     assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]

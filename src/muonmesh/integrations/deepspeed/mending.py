@@ -124,17 +124,14 @@ class _GradientsOfThisStep:
     def finish_pass(self) -> None:
         """Finish a backward pass: zero what none has reached, and copy what an earlier one has and the last has not."""
         self._finish_pass()
-        zero = self._zero
-        for parameter in chain.from_iterable(zero.fp16_groups if self._is_stage_3 else zero.params_in_partition):
-            if self._number_of(parameter) not in self._reached:
-                self._zero_sum(parameter)
-                if self._offloads:
-                    self._offloaded_gradient(parameter).zero_()
-        if self._offloads and zero.is_gradient_accumulation_boundary():
+        self._zero_unreached()
+        if self._offloads and self._zero.is_gradient_accumulation_boundary():
             self._copy_sums(self._reached - self._copied)
 
     def step(self, *arguments: Any, **named: Any) -> Any:
         """Step; the next backward pass is the first of the next step."""
+        if not self._reached:  # no backward pass has been finished since the last step
+            self._zero_unreached()
         self._start_again()
         return self._step(*arguments, **named)
 
@@ -147,6 +144,14 @@ class _GradientsOfThisStep:
     def _start_again(self) -> None:
         self._reached.clear()
         self._copied.clear()
+
+    def _zero_unreached(self) -> None:
+        zero = self._zero
+        for parameter in chain.from_iterable(zero.fp16_groups if self._is_stage_3 else zero.params_in_partition):
+            if self._number_of(parameter) not in self._reached:
+                self._zero_sum(parameter)
+                if self._offloads:
+                    self._offloaded_gradient(parameter).zero_()
 
     def _number_of(self, parameter: Any) -> int:
         number: int = parameter.ds_id if self._is_stage_3 else self._zero.get_param_id(parameter)
