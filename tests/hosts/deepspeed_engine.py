@@ -652,6 +652,15 @@ def left_out(config: dict[str, Any]) -> list[str]:
         return differences(snapshot(engine), single.snapshot)
 
 
+def stepped_without_backward(config: dict[str, Any]) -> list[str]:
+    """Step again without a backward pass; what differs from one process with gradients of 0."""
+    with beside(config) as (engine, single):
+        step_both(engine, single, 0)
+        engine.step()
+        single.step({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        return differences(snapshot(engine), single.snapshot)
+
+
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
     """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
 

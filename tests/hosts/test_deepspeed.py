@@ -20,7 +20,7 @@ import torch.distributed as dist
 from muonmesh.errors import FileError, LayoutError, StateError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.clipping import EngineGradients
-from muonmesh.integrations.deepspeed.config import prepare_config, read_config
+from muonmesh.integrations.deepspeed.config import prepare_config, prepare_host_config, read_config, take_scheduler
 from tests.hosts import deepspeed_engine as ds
 from tests.hosts.deepspeed_engine import zero
 from tests.support import cases
@@ -230,6 +230,14 @@ def test_a_gradient_of_an_earlier_step_is_not_stepped_again(pools: dict[int, Poo
     assert pools[2].run(ds.left_out, LEFT_OUT[name]) == [[], []]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_without_a_backward_pass_does_not_step_the_last_gradients_again(
+    pools: dict[int, Pool], stage: int
+) -> None:
+    """With offload DeepSpeed does; without, it raises a TypeError, and at stage 0 such a step changes nothing."""
+    assert pools[2].run(ds.stepped_without_backward, zero(stage, offload_optimizer=CPU)) == [[], []]
+
+
 def test_a_model_that_is_fp16_already_trains_on_the_masters_that_the_engine_keeps(pools: dict[int, Pool]) -> None:
     """Without masters AdamW's ε would be 0 in fp16, and `Muon` refuses it."""
     assert pools[2].run(ds.from_half, zero(1) | FP16) == [True, True]
@@ -301,6 +309,28 @@ def test_a_schedule_of_groups_with_one_rate_needs_no_lr(pools: dict[int, Pool]) 
     config = zero(1) | {"scheduler": scheduler}
     reached = pools[2].run(ds.rates_after_warm_up, config, muon={"lr": 0.05}, adamw={"lr": 0.05})[0]
     assert reached == pytest.approx([0.05] * len(reached))
+
+
+def two_rates(scheduler: dict[str, Any], lr: float | None = None) -> torch.optim.lr_scheduler.LRScheduler:
+    """A scheduler of a config for an optimizer of two groups with the rates 0.02 and 0.001."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.02, 0.001)]
+    make = take_scheduler({"scheduler": scheduler}, lr)
+    assert make is not None
+    schedule: torch.optim.lr_scheduler.LRScheduler = make(torch.optim.SGD(groups))
+    return schedule
+
+
+def test_a_floor_that_is_one_number_is_refused_for_groups_of_different_rates() -> None:
+    """It was taken for each group: a rate of 0.001 would rise to 0.01."""
+    floor = {"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 0.01}}
+    with pytest.raises(ValueError, match=r"^config: found eta_min=0.01 for groups .*cos_min_ratio"):
+        two_rates(floor, 0.02)
+    assert two_rates({"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 0}}).get_last_lr() == [0.02, 0.001]
+
+
+def test_rates_of_0_need_no_lr() -> None:
+    """They are for any group. ReduceLROnPlateau was refused for its default ``min_lr`` of 0."""
+    assert two_rates({"type": "ReduceLROnPlateau", "params": None}).get_last_lr() == [0.02, 0.001]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -556,6 +586,24 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
     # What DeepSpeed would load nothing of, or another tag
     refused("3", zero(3), "found load_module_only=True", load_module_only=True)
     refused("3", zero(3), "with an older tag", tag="older", load_optimizer_states=False)
+    # For which DeepSpeed has an empty message, as for a folder `latest` names that is gone
+    refused("1", zero(1), "/gone: found no checkpoint; needed a tag of ['latest one', 'older']", tag="gone")
+
+
+def loads_from_folders_of_its_own(folder: str) -> str:
+    """What this rank is told if only the first rank finds the file ``latest``."""
+    engine = ds.engine_for(zero(1))
+    engine.save_checkpoint(folder, tag="saved")
+    dist.barrier()
+    with pytest.raises(FileError) as caught:
+        engine.load_checkpoint(folder if dist.get_rank() == 0 else f"{folder}/elsewhere")
+    return str(caught.value)
+
+
+def test_ranks_that_find_other_checkpoints_are_told_and_none_waits(pools: dict[int, Pool], tmp_path: Path) -> None:
+    """A rank that finds none loads nothing, and the first rank waited for it."""
+    for message in pools[2].run(loads_from_folders_of_its_own, str(tmp_path)):
+        assert "found other tags on some ranks: {0: 'saved', 1: None}; needed the same one" in message
 
 
 def saves_where_a_rank_may_not(folder: str, stage: int, limited: int) -> tuple[str, str, str]:
@@ -669,6 +717,7 @@ def offload(**settings: Any) -> dict[str, Any]:
         (zero(3, mics_shard_size=2), "Remove mics_shard_size"),
         (zero(3, zero_quantized_weights=True), "found zero_optimization.zero_quantized_weights=True"),
         ({"scheduler": {"type": "Wishful"}}, "Rename it"),
+        ({"scheduler": {"params": {"warmup_max_lr": 0.1}}}, 'found a scheduler of type None; .*in "type"'),
     ],
 )
 def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) -> None:
@@ -694,6 +743,11 @@ def test_what_would_be_wrong_is_refused(config: dict[str, Any], message: str) ->
                 "config": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}},
             },
             "warmup_max_lr=0.02, warmup_min_lr=0.0; needed the lr to which they belong",
+        ),
+        # DeepSpeed alone would follow the argument and say nothing of the other.
+        (
+            {"lr_scheduler": lambda optimizer: None, "config": {"scheduler": {"type": "WarmupLR"}}},
+            "a scheduler, and lr_scheduler= beside it; needed only one of them",
         ),
     ],
 )
@@ -723,3 +777,12 @@ def test_the_config_is_copied_and_what_is_set_is_said(monkeypatch: pytest.Monkey
         assert key in line
     assert prepare_config({"gradient_clipping": 3.0}, has_experts=False)["gradient_clipping"] == 3.0
     assert prepare_config({"gradient_clipping": "auto"}, has_experts=False)["gradient_clipping"] == 0.0
+
+
+def test_a_section_that_is_null_is_missing() -> None:
+    """Templates write it. DeepSpeed and the frameworks ask whether the name is there, and then fail on None."""
+    config = {"optimizer": None, "scheduler": None, "zero_optimization": None, "bf16": {"enabled": True}}
+    assert read_config(config) == BF16
+    prepare_host_config(config)
+    assert config == BF16 | {"zero_force_ds_cpu_optimizer": False}
+    assert take_scheduler({"scheduler": {}}, None) is None

@@ -125,6 +125,7 @@ def train_zero(
     zero = {"stage": stage, "offload_optimizer": {"device": offload}}
     config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto"}
+    config |= {"scheduler": None} if stage == 2 else {}  # as templates write it
     engine = stage is not None
     more: dict[str, Any] = {"use_cpu": False, "deepspeed": config} if engine else {}
     with launched(), accelerated(engine):

@@ -209,7 +209,8 @@ def _rates_of_scheduler() -> list[float]:
     """Return the rates in the scheduler of DeepSpeed's config; the Trainer demands there its own, or "auto" for it."""
     if AcceleratorState._shared_state.get("distributed_type") != DistributedType.DEEPSPEED:
         return []
-    params = AcceleratorState().deepspeed_plugin.deepspeed_config.get("scheduler", {}).get("params", {})
+    scheduler = AcceleratorState().deepspeed_plugin.deepspeed_config.get("scheduler") or {}
+    params = scheduler.get("params") or {}
     return [value for key, value in params.items() if key.endswith("_lr")]
 
 

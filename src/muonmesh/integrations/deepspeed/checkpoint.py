@@ -15,7 +15,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
-from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank, settled
+from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
+from muonmesh.comm.gather_objects import results_of_all_ranks
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name
@@ -81,8 +82,8 @@ def checked_load(engine: Any) -> Callable[..., Any]:
     DeepSpeed alone would end in errors without a cause, let ranks wait for others, or load no weights.
 
     Raises:
-        FileError: on every rank, if an engine of another ZeRO stage, dtype or number of ranks saved the folder, or if
-            DeepSpeed would not load its weights.
+        FileError: on every rank, if an engine of another ZeRO stage, dtype or number of ranks saved the folder; if the
+            tag has no files, or differs between ranks; or if DeepSpeed would not load its weights.
     """
     load = engine.load_checkpoint
     signature = inspect.signature(load)
@@ -91,7 +92,11 @@ def checked_load(engine: Any) -> Callable[..., Any]:
     def load_checkpoint(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        settled(lambda: _check_folder(engine, **bound.arguments), kind=FileError)
+        tags = results_of_all_ranks(lambda: _check_folder(engine, **bound.arguments), kind=FileError)
+        if tags != tags[:1] * len(tags):  # the others would wait for those that load nothing
+            problem, needed = f"other tags on some ranks: {dict(enumerate(tags))}", "the same one on all ranks"
+            write = "Make the file latest of the first rank visible to all, or pass tag= to all"
+            raise FileError(explain_error(f"{bound.arguments['load_dir']}", problem, needed, write))
         loaded = load(*arguments, **named)
         if not bound.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()  # or at stage 0 the next step would return to the old masters
@@ -162,13 +167,18 @@ def checked_save(engine: Any) -> Callable[..., Any]:
 
 def _check_folder(
     engine: Any, load_dir: Any, tag: Any, load_optimizer_states: bool, load_module_only: bool, **_: Any
-) -> None:
+) -> str | None:
+    """Return the tag that DeepSpeed will load; None if this rank finds no file ``latest``, so that it loads nothing."""
     pointer = Path(load_dir, "latest")
     latest = pointer.read_text().strip() if pointer.is_file() else None
     tag = latest if tag is None else str(tag)
-    names = {path.name for path in Path(load_dir, tag or "").glob("*_states.pt")}
-    if tag is None or not names:
-        return  # DeepSpeed says so
+    if tag is None:
+        return None
+    names = {path.name for path in Path(load_dir, tag).glob("*_states.pt")}
+    if not names:
+        tags = sorted({path.parent.name for path in Path(load_dir).glob("*/*_states.pt")})
+        write = "Write load_checkpoint(folder, tag=...) with one of them"
+        raise FileError(explain_error(f"{load_dir}/{tag}", "no checkpoint", f"a tag of {tags}", write))
     whole = load_optimizer_states and not load_module_only
     needed_files, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
     if engine.zero_optimization():
@@ -189,3 +199,4 @@ def _check_folder(
         write = "Before initialize, write deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, "
         write += f"{str(load_dir)!r}, {tag!r})"
         raise FileError(explain_error("load_checkpoint", problem, needed, write))
+    return str(tag)

@@ -20,7 +20,7 @@ from muonmesh.integrations.refusals import Refusals, refuse_settings
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a config, given as a mapping or as the path of a JSON file.
+    """Return a copy of a config, given as a mapping or as the path of a JSON file, without sections that are null.
 
     Raises:
         TypeError: ``config`` is neither a mapping nor a path.
@@ -28,7 +28,7 @@ def read_config(config: Any) -> dict[str, Any]:
     settings: Any = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
     if not isinstance(settings, Mapping):
         raise TypeError(explain_error("config", f"{config!r}", "a dict or the path of a JSON file", "Pass either"))
-    return copy.deepcopy(dict(settings))
+    return copy.deepcopy({key: section for key, section in settings.items() if section is not None})
 
 
 _ZERO = "zero_optimization"
@@ -121,15 +121,17 @@ def prepare_config(config: dict[str, Any], *, has_experts: bool) -> dict[str, An
 
 
 def prepare_host_config(config: dict[str, Any]) -> None:
-    """Set ``zero_force_ds_cpu_optimizer`` to False in a framework's DeepSpeed config, in place.
+    """Set ``zero_force_ds_cpu_optimizer`` to False in a framework's DeepSpeed config, in place; remove what is null.
 
     With offload, frameworks such as Accelerate replace any optimizer by DeepSpeed's Adam for the CPU, unless this
-    setting is False.
+    setting is False. A scheduler that is null counts as a scheduler there.
 
     Raises:
         ValueError: the config sets it to True.
     """
     refuse_settings("config", partial(_setting, config), {_CPU_ADAM: _REFUSED[_CPU_ADAM]})
+    for key in [key for key, section in config.items() if section is None]:
+        del config[key]
     config[_CPU_ADAM] = False
 
 
@@ -145,27 +147,36 @@ def take_scheduler(config: dict[str, Any], lr: float | None) -> Callable[[torch.
             rates, and nobody has said to which of them.
 
     Raises:
-        ValueError: neither DeepSpeed nor torch has a scheduler of this name; or it has rates, and ``lr`` is None.
+        ValueError: neither DeepSpeed nor torch has a scheduler of this name; or it has rates, and ``lr`` is None. The
+            function raises it if groups have different rates, and the scheduler has one floor for all of them.
     """
     section = config.pop("scheduler", None)
-    if section is None:
+    if not section:
         return None
-    name, params = section["type"], dict(section.get("params", {}))
+    name, params = str(section.get("type")), dict(section.get("params") or {})
     make = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if make is None:
-        raise ValueError(explain_error("config", f"a scheduler {name!r}", "one of DeepSpeed's or torch's", "Rename it"))
+        problem, needed = f"a scheduler of type {name}", "one of DeepSpeed's or torch's"
+        raise ValueError(explain_error("config", problem, needed, 'Rename it in "type"'))
 
     for key, parameter in inspect.signature(make).parameters.items():
         if key.endswith("_lr") and isinstance(parameter.default, (int, float)):
             params.setdefault(key, parameter.default)
     numbers = {key: value for key, value in params.items() if key.endswith("_lr") and isinstance(value, (int, float))}
-    if numbers and lr is None:
+    if any(numbers.values()) and lr is None:
         problem = f"the scheduler's {', '.join(f'{key}={value}' for key, value in numbers.items())}"
         needed = "the lr to which they belong, since groups have different rates, which keep their ratio to it"
         raise ValueError(explain_error("config", problem, needed, 'Write "lr" in optimizer={...}'))
 
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if params.get("eta_min") and len(set(rates)) > 1:
+            problem, needed = (
+                f"eta_min={params['eta_min']} for groups with different rates",
+                "0, or a ratio to each rate",
+            )
+            write = 'Use "WarmupCosineLR", whose cos_min_ratio is one'
+            raise ValueError(explain_error("config", problem, needed, write))
         in_proportion = {key: [value * (rate / lr) for rate in rates] for key, value in numbers.items()} if lr else {}
         return make(optimizer, **{**params, **in_proportion})
 

@@ -189,6 +189,9 @@ class Assembly:
         limits, arguments = limits_of(clip, prepared), dict(others)
         if arguments.get("lr_scheduler") is None:
             arguments["lr_scheduler"] = take_scheduler(prepared, self._scheduled_rate)
+        elif prepared.get("scheduler"):
+            problem = "a scheduler, and lr_scheduler= beside it"
+            raise ValueError(explain_error("config", problem, "only one of them", "Remove either"))
         engine, *rest = original(model=self._model, config=prepared, optimizer=optimizer, **arguments)
         self.bind(engine, limits)
         return (engine, *rest)

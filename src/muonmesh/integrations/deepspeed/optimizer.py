@@ -33,7 +33,10 @@ from muonmesh.step.connection import placed_members
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys that identify a group; no checkpoint may change them."""
 
-_AS_SAVED = "Make the engine with the same model and optimizer= settings as when it was saved"
+_AS_SAVED = (
+    "Make the engine with the same model and optimizer= settings as when it was saved. If another optimizer saved "
+)
+_AS_SAVED += "it, load only the weights: load_checkpoint(folder, load_optimizer_states=False)"
 
 
 def _checksum(weights: Tensor) -> Tensor:
