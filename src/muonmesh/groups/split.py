@@ -387,10 +387,8 @@ def _check_read(source: str, settings: Collection[str], halves: Collection[str])
     readable = {*RULES["muon"].settings(), *RULES["adamw"].settings()}
     for key in settings:
         if key in readable and key not in read:  # so there is one half
-            problem, needed = (
-                f"{key!r}, which {''.join(halves)} does not read",
-                "a setting of these parameters' algorithm",
-            )
+            problem = f"{key!r}, which {''.join(halves)} does not read"
+            needed = "a setting of these parameters' algorithm"
             write = "Remove it, or write it where the other algorithm trains"
             raise ValueError(explain_error(source, problem, needed, write))
 
@@ -455,11 +453,8 @@ def _check_possible(entry: _Entry) -> None:
         problem = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
         raise ValueError(explain_error(entry.name, problem, "one form for all of them", f"Write {write}"))
-    if (
-        (heads := getattr(entry.parameter, _HEADS, None)) is not None
-        and "matrices" not in entry.settings
-        and len(shape) == 2
-    ):
+    heads = getattr(entry.parameter, _HEADS, None)
+    if heads is not None and "matrices" not in entry.settings and len(shape) == 2:
         _tag(entry, heads, shape)
     if entry.settings.get("matrices", entry.role.matrices) is None:
         default = by_shape(shape)
