@@ -15,11 +15,11 @@ from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
+from muonmesh.comm.gather_objects import settled
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
