@@ -16,8 +16,8 @@ from muonmesh.checkpoint.manifest import REMEDY, unreadable
 from tests.support.workers import Pool
 
 COVERS = (
-    "checkpoint.ranks.settled",
-    "checkpoint.ranks.first_difference",
+    "comm.gather_objects.settled",
+    "comm.gather_objects.first_difference",
     "checkpoint.state.refuse_torn",
 )
 

@@ -25,7 +25,7 @@ from tests.support.tensors import same_bits
 
 COVERS = (
     "build.from_model",
-    "groups.split.ParamGroups",
+    "groups.param_groups.ParamGroups",
     "errors.explain_error",
 )
 

@@ -31,7 +31,7 @@ COVERS = (
     "groups.graph.nodes_behind",
     "groups.forms.through",
     "groups.products.learn",
-    "groups.ends.last_layers",
+    "groups.facts.last_layers",
     "groups.cuts.parts_made",
     "groups.example.facts_of_example",
 )

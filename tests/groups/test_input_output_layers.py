@@ -380,5 +380,18 @@ def test_an_error_inside_a_method_of_the_user_is_seen() -> None:
         def get_classifier(self) -> nn.Module:
             return self[1] + 3  # type: ignore[operator, no-any-return]
 
-    with pytest.raises(TypeError, match="unsupported operand"):
-        split_params(Broken(nn.Linear(8, 8), nn.Linear(8, 2)))
+    class Misspelt(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            return self[1].weight.nothing  # type: ignore[no-any-return, attr-defined]
+
+    class Raising(nn.Sequential):
+        def no_weight_decay(self) -> set[str]:
+            raise AttributeError("no table of names")
+
+    for kind, error, said in (
+        (Broken, TypeError, "unsupported operand"),
+        (Misspelt, AttributeError, "nothing"),
+        (Raising, AttributeError, "no table of names"),
+    ):
+        with pytest.raises(error, match=said):
+            split_params(kind(nn.Linear(8, 8), nn.Linear(8, 2)))

@@ -540,6 +540,23 @@ order(
     {0, 1},
 )
 order(
+    "DbrxForCausalLM",
+    {
+        "vocab_size": 50,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 1,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1},
+    },
+    "transformer.blocks.0.norm_attn_norm.attn.",
+    "Wqkv.weight",
+    "out_proj",
+    ("rows", 32, 16, 16),
+    {2},
+    {0, 1},
+)
+order(
     "MptForCausalLM",
     {"vocab_size": 50, "d_model": 32, "n_heads": 4, "n_layers": 1},
     "transformer.blocks.0.attn.",

@@ -14,6 +14,8 @@ from tests.megatron.host import Shape
 from tests.megatron.shapes import LATENT, ONE_LAYER
 from tests.support.in_copies import work_in_copies
 
+COVERS = ("integrations.megatron.sharded_master.ShardedMaster",)
+
 CLIP = (("qk_clip", True), ("qk_clip_threshold", 100.0))
 LOGITS = (150.0, 99.0, 310.0, 7.0)
 

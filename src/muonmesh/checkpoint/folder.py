@@ -51,9 +51,8 @@ from muonmesh.checkpoint.manifest import (
     torch_metadata,
     write_manifest,
 )
-from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
-from muonmesh.comm.gather_objects import gather_objects
+from muonmesh.comm.gather_objects import gather_objects, on_every_rank, on_first_rank
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from muonmesh.checkpoint.form import TEXT, ValueKind, check_form, only
 from muonmesh.checkpoint.manifest import REMEDY, SavedTensor
-from muonmesh.checkpoint.ranks import first_difference
 from muonmesh.checkpoint.record import MODEL, STATE, Boxes, ParameterRecord
+from muonmesh.comm.gather_objects import first_difference
 from muonmesh.comm.storage import this_rank
 from muonmesh.errors import FileError, StateError, about, explain_error, warn
 from muonmesh.files import is_integer

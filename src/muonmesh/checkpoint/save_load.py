@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from muonmesh.checkpoint.folder import open_checkpoint, write
 from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
-from muonmesh.checkpoint.ranks import first_difference, on_every_rank, settled
 from muonmesh.checkpoint.record import STATE, CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
-from muonmesh.comm.gather_objects import gather_objects, results_of_all_ranks
+from muonmesh.comm.gather_objects import first_difference, gather_objects, on_every_rank, results_of_all_ranks, settled
 from muonmesh.comm.placing import refuse_flattened, storage_of
 from muonmesh.comm.storage import PLAIN, local_of, this_rank
 from muonmesh.errors import StateError, about, explain_error, warn

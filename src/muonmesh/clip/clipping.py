@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from muonmesh.clip.limits import GradNorms, Limits, scale_groups
-from muonmesh.clip.norm_means import counted, means_of
 from muonmesh.clip.squares import (
     AGREEMENT,
     SCALE_INVARIANT,
     SCALE_SENSITIVE,
     add_squares,
-    norms_of,
     reduce_squares,
     zeros_for,
 )
@@ -68,7 +65,7 @@ def clip_gradients(
         if not follows:
             return None
         limits.check()
-        return limits.grad_norms(sums, torch.zeros_like(sums[0], dtype=torch.bool), apart), UNCLIPPED
+        return limits.decide(sums, [], apart).norms, UNCLIPPED
     wrong: Exception | None = None  # a wrong argument, which all ranks have
     if optimizer is not None:
         error = add_squares(planned, optimizer.param_groups, source, limits.measured, sums)
@@ -97,14 +94,10 @@ def clip_gradients(
         other, needed = f"{settings} here and other arguments on other ranks", "the same arguments on every rank"
         raise PlanError(explain_error("clip_grad_norm_", other, needed, write))
     stops = agreed.any("error", "replan") | unequal
-    means = fresh = None
-    if limits.multiple is not None:
-        means = means_of([] if optimizer is None else optimizer.param_groups, sums.device)
-        fresh = torch.where(stops, means, counted(means, torch.stack([*norms_of(sums).values()])))
-    skip = limits.skips(sums, apart, means) | stops
+    decision = limits.decide(sums, [] if optimizer is None else optimizer.param_groups, apart, stops)
     if optimizer is not None and error is None:
-        scale_groups(optimizer.param_groups, source, limits.coefficients(sums, skip, apart))
-    return limits.grad_norms(sums, skip, apart), Clip(skip, fresh, error)
+        scale_groups(optimizer.param_groups, source, decision.coefficients)
+    return decision.norms, Clip(decision.norms.skipped, decision.means, error)
 
 
 def _reduces(planned: StepPlan, limits: Limits, process_group: dist.ProcessGroup | None) -> bool:

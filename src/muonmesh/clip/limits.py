@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from muonmesh.clip.norm_means import limits_from
+from muonmesh.clip.norm_means import counted, limits_from, means_of
 from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, norms_of, place_of
 from muonmesh.comm.agreement import bits_of
 from muonmesh.comm.gradients import GradientSource, multiply
@@ -129,44 +129,53 @@ class Limits:
         above = float(self.skip_above) if self.multiple is None else f"{self.multiple}x"
         return bits_of(f"{self.policy} {float(self.max_norm)} {above}")
 
-    def skips(self, sums: Tensor, apart: Sequence[str] = (), means: Tensor | None = None) -> Tensor:
-        """Return whether the step is skipped, 0-d bool: a norm is above ``skip_above`` or not finite.
+    def decide(
+        self, sums: Tensor, groups: Sequence[Mapping[str, Any]], apart: Sequence[str] = (), stops: Tensor | None = None
+    ) -> Decision:
+        """Return what follows from the vector of squares; see `Decision`.
 
-        Norms that are measured apart skip the step only if they are not finite.
+        The step is skipped if a norm that the policy protects is above ``skip_above``, or any norm is not finite. A
+        coefficient is min(1, max_norm / norm), as torch's function computes it; a skipped step scales nothing.
 
         Args:
             sums: The vector, added up.
-            apart: The names of the norms that are measured apart.
-            means: `means_of` the groups, if ``skip_above`` is a multiple of them.
+            groups: The param groups, which have the running means of the norms.
+            apart: The names of the norms that are measured apart. They skip a step only if they are not finite.
+            stops: 0-d bool: whether a step is skipped anyway, and its norms do not count; None: no.
         """
-        norms = norms_of(sums)
-        limits: Any = [self.skip_above] * len(norms)
-        if means is not None and self.multiple is not None:
-            limits = limits_from(means, self.multiple)
-        above = [
-            norm > limit for (name, norm), limit in zip(norms.items(), limits, strict=True) if name in self.protects
-        ]
-        infinite = [~norms_of(sums, number)["total"].isfinite() for number in range(1 + len(apart))]
-        return torch.stack([*above, *infinite]).any()
-
-    def coefficients(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> dict[int, Tensor]:
-        """Return min(1, max_norm / norm), as torch's function computes it, for each kind of gradients to clip.
-
-        The keys are places in the sums.
-        """
-        return {
+        usual, *others = every = [norms_of(sums, number) for number in range(1 + len(apart))]
+        limits: Mapping[str, Any] = dict.fromkeys(usual, self.skip_above)
+        means = None
+        if self.multiple is not None:
+            before = means_of(groups, sums.device)
+            limits = dict(zip(usual, limits_from(before, self.multiple), strict=True))
+            means = counted(before, torch.stack([*usual.values()]))
+            means = means if stops is None else torch.where(stops, before, means)
+        above = [usual[name] > limits[name] for name in self.protects]
+        infinite = [~norms["total"].isfinite() for norms in every]
+        skip = torch.stack([*above, *infinite, *([] if stops is None else [stops])]).any()
+        coefficients = {
             kind + 2 * number: torch.where(skip, 1.0, (self.max_norm / (norms[name] + 1e-6)).clamp(max=1.0))
-            for number, norms in enumerate(norms_of(sums, number) for number in range(1 + len(apart)))
+            for number, norms in enumerate(every)
             for kind, name in self._by.items()
         }
+        reported = {name: norm if self.norms or name in self.protects else None for name, norm in usual.items()}
+        totals = {name: norms["total"] for name, norms in zip(apart, others, strict=True)}
+        return Decision(GradNorms(**reported, skipped=skip, apart=totals), coefficients, means)
 
-    def grad_norms(self, sums: Tensor, skip: Tensor, apart: Sequence[str] = ()) -> GradNorms:
-        """Return the norms; with ``norms=False``, only the norms that the policy needs."""
-        reported = {
-            name: norm if self.norms or name in self.protects else None for name, norm in norms_of(sums).items()
-        }
-        others = {name: norms_of(sums, number)["total"] for number, name in enumerate(apart, 1)}
-        return GradNorms(**reported, skipped=skip, apart=others)
+
+class Decision(NamedTuple):
+    """What follows from the summed squares of gradients: one decision, the same on every rank.
+
+    Attributes:
+        norms: The norms; with ``norms=False``, only those that the policy needs.
+        coefficients: For each kind of gradients to clip, as places in the sums, the factor to scale them by.
+        means: The running means of the norms with these; None if ``skip_above`` is no multiple of them.
+    """
+
+    norms: GradNorms
+    coefficients: dict[int, Tensor]
+    means: Tensor | None
 
 
 def _is_limit(value: object) -> bool:

@@ -39,14 +39,14 @@ class Known(NamedTuple):
         reason: What the parameter is, or what its parts are.
         adamw: The kind of its group, if AdamW updates it.
         cut: How the rows of a weight out × in split: the number of equal blocks, an entry of "matrices", or a function
-            of the site that returns an entry.
+            of the module around its layer, and of the site, that returns an entry.
         certain: Whether a forward cannot show more than this.
     """
 
     pattern: str
     reason: str
     adamw: Kind | None = None
-    cut: int | Matrices | Callable[[Site], Matrices] = 1
+    cut: int | Matrices | Callable[[Any, Site], Matrices] = 1
     certain: bool = False
 
 
@@ -58,57 +58,49 @@ TABLE = re.compile(
 """Names of parameters that unknown modules hold, and that are no matrices."""
 
 
-def _dbrx(site: Site) -> Matrices:
+def _dbrx(experts: Any, site: Site) -> Matrices:
     """Return the split of experts that are rows of one matrix."""
-    owner: Any = site.module
-    count = owner.moe_num_experts
+    count = experts.moe_num_experts
     return ("transposed", ("heads", count, 1)) if site.key == "w2" else ("heads", count, 0)
 
 
-def _by_head(site: Site) -> Matrices:
+def _by_head(owner: Any, _: Site) -> Matrices:
     """Return the split of q, k, v of each head, head by head."""
-    owner: Any = site.owners[1][1]
     return "interleaved", 3, 0, getattr(owner, "head_size", None) or owner.head_dim
 
 
-def _by_quarter(site: Site) -> Matrices:
+def _by_quarter(_: Any, site: Site) -> Matrices:
     """Return the split of q, v, k of a quarter of the heads at a time."""
     return "interleaved", 3, 0, site.shape[0] // 12
 
 
-def _bigcode(site: Site) -> Matrices:
+def _bigcode(owner: Any, _: Site) -> Matrices:
     """Return the split of queries with shared keys and values, or head by head; of keys and values alone."""
-    owner: Any = site.owners[1][1]
     if owner.multi_query and not owner.is_cross_attention:
         return "rows", owner.embed_dim, owner.kv_dim, owner.kv_dim
     return "interleaved", 2 if owner.is_cross_attention else 3, 0, owner.head_dim
 
 
-def _grouped_query(site: Site) -> Matrices:
+def _grouped_query(owner: Any, _: Site) -> Matrices:
     """Return the split of queries, and of keys and values that groups of them share."""
-    owner: Any = site.owners[1][1]
-    heads = getattr(owner, "num_heads", None) or owner.config.num_attention_heads
     shared = owner.num_key_value_heads * owner.head_dim
-    return "rows", heads * owner.head_dim, shared, shared
+    return "rows", owner.config.num_attention_heads * owner.head_dim, shared, shared
 
 
-def _splits(site: Site) -> Matrices:
+def _splits(owner: Any, site: Site) -> Matrices:
     """Return the split of q, k, v, or of k, v of cross-attention: more rows than columns, however they are stored."""
-    owner: Any = site.owners[1][1]
     return ("rows", *[owner.split_size] * (max(site.shape) // owner.split_size))
 
 
-def _falcon(site: Site) -> Matrices:
+def _falcon(owner: Any, site: Site) -> Matrices:
     """Return the split of queries and shared keys and values, which lists of indices pick: no graph shows these."""
-    owner: Any = site.owners[1][1]
     size, groups = owner.head_dim, owner.num_kv_heads if owner.new_decoder_architecture else 1
     sizes = (owner.num_heads // groups * size, size, size)
-    return ("interleaved", sizes, 0) if groups > 1 else ("rows", *sizes) if owner.multi_query else _by_head(site)
+    return ("interleaved", sizes, 0) if groups > 1 else ("rows", *sizes) if owner.multi_query else _by_head(owner, site)
 
 
-def _latent(site: Site) -> Matrices:
+def _latent(owner: Any, _: Site) -> Matrices:
     """Return the split of keys and values of latent attention, head by head."""
-    owner: Any = site.owners[1][1]
     key, value = owner.qk_nope_head_dim, owner.v_head_dim
     return ("interleaved", 2, 0, key) if key == value else ("interleaved", (key, value), 0)
 
@@ -131,8 +123,11 @@ _KNOWN = (
         cut=_by_head,
     ),
     Known(r"\btransformers\.CodeGenAttention\b[^:]*:.*\bqkv_proj\.weight$", "q, v, k by quarters", cut=_by_quarter),
-    Known(r"\btransformers\.Phi(3|4Multimodal)Attention\b[^:]*:.*\bqkv_proj\.weight$", "q, k, v", cut=_grouped_query),
-    Known(r"\btransformers\.DbrxAttention\b[^:]*:.*\bWqkv\.weight$", "q, k, v", cut=_grouped_query),
+    Known(
+        r"\btransformers\.(Phi3|Phi4Multimodal|Dbrx)Attention\b[^:]*:.*\b(qkv_proj|Wqkv)\.weight$",
+        "q, k, v",
+        cut=_grouped_query,
+    ),
     Known(r"\btransformers\.FalconAttention\b.*query_key_value\.weight$", "q, k, v", cut=_falcon),
     Known(r"\btransformers\.DbrxExpertGLU\b[^:]*:", "experts", cut=_dbrx),
     Known(r"\btransformers\.\w*Attention\b[^:]*:.*\.kv_b_proj\.weight$", "k, v head by head", cut=_latent),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,6 +46,16 @@ class Site:
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter before sharding."""
         return global_shape(self.parameter)
+
+    @property
+    def layer(self) -> tuple[str, nn.Module]:
+        """The layer whose weight or bias it is: its name in the module around it, and this module.
+
+        A parameter that a module holds under another name counts as a layer of this module.
+        """
+        if len(self.owners) < 2 or not re.fullmatch(r"(weight|bias)\d*", self.key):  # experts' have numbers
+            return self.key, self.module
+        return self.owners[0][0], self.owners[1][1]
 
     @property
     def keys(self) -> Iterator[tuple[nn.Module, str]]:
@@ -137,15 +148,22 @@ def class_names(module: nn.Module, library: str = "") -> list[str]:
 
 
 def answer_of(module: nn.Module, method: str) -> Any:
-    """Return what a module's method without arguments returns; None if it has none, or something else of this name."""
+    """Return what a module's method without arguments returns; None if it has none, or something else of this name.
+
+    None too if the method looks for a part of the model that is missing. Any other error in it is the user's to see.
+    """
     function: Any = getattr(module, method, None)
     try:
         inspect.signature(function).bind()
-    except (TypeError, ValueError):  # none, or another function; not an error in it, which is the user's to see
+    except (TypeError, ValueError):  # none, or another function
         return None
     try:
         return function()
-    except (AttributeError, NotImplementedError):  # a pipeline stage without the head, or a backbone
+    except NotImplementedError:  # of a backbone
+        return None
+    except AttributeError as error:  # of a pipeline stage without the head
+        if error.name is None or not isinstance(error.obj, nn.Module | None):
+            raise
         return None
 
 

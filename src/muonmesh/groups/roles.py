@@ -296,7 +296,7 @@ def _known_cut(site: Site, row: Known | None, rows: int) -> Matrices | None:
     if isinstance(cut, int):
         cut = "whole" if rows % cut else ("rows", *[rows // cut] * cut)
     elif callable(cut):
-        cut = cut(site)
+        cut = cut(site.layer[1], site)
     return cut if _count_of(cut, rows) > 1 else None
 
 

@@ -3,157 +3,28 @@
 from __future__ import annotations
 
 import difflib
-import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NoReturn
 
 from torch import nn
 
-from muonmesh.errors import about, called, escaped, explain_error, warn
+from muonmesh.errors import called, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.facts import Facts
 from muonmesh.groups.known import input_output_layers
-from muonmesh.groups.parameter_sites import Matrices, Role, Site, global_shape, is_traced, shared_sites, unwrapped
+from muonmesh.groups.param_groups import FROZEN, RESERVED, ParamGroups, check_module, refuse_untrained
+from muonmesh.groups.parameter_sites import Matrices, Role, Site, global_shape, shared_sites, unwrapped
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
-from muonmesh.names import canonical_name, in_order, names_matching, patterns
+from muonmesh.names import in_order, names_matching
 from muonmesh.numerics.rules import RULES, is_known, is_matrix_rule
 from muonmesh.numerics.setting import own_names
-from muonmesh.table import aligned
 
-_RESERVED = {"params", "param_names", "name", "reasons"}
 _NAMES = ("muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors")
-_FROZEN = "frozen: requires_grad is False"
 _HEADS = "muon_num_heads"
 """Attribute of a parameter that gives DeepSpeed's own Muon the number of heads in its rows."""
-
-
-class ParamGroups(list[dict[str, Any]]):
-    """Param groups for `muonmesh.Muon` (or any `torch.optim.Optimizer`), Muon's first; `print` shows a table.
-
-    Each group is a plain dict:
-        "params": the parameters, in the model's order.
-        "param_names": their canonical names.
-        "name": unique; "muon", "adamw.embeddings", "adamw.head", "adamw.matrices", "adamw.vectors", and the same
-            with the settings behind it for groups that an override made, such as "muon[lr=0.01]".
-        "algorithm": "muon" or "adamw", or the rule that an override names.
-        "matrices": in Muon's groups only, how each parameter splits into matrices; plain nested tuples.
-        "reasons": why each parameter is in this group.
-        and the settings, such as "lr" or "weight_decay".
-
-    Attributes:
-        frozen: the parameters left out, by canonical name, with the reason.
-        shared: the further names of shared parameters, with the one that is in "param_names".
-        guesses: the parameters of which types, names and sizes alone decided; their reasons end in "a guess".
-        model: a weak reference to the model without wrappers; None after pickling. `Muon` looks there for parameters
-            that were replaced, added or unfrozen later.
-        trained: the names of the parameters that the groups were made with.
-        watch: the watch on the model's first training forward, which `Muon` compares with the guesses; None if nothing
-            is watched, and after pickling.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        frozen: dict[str, str],
-        shared: dict[str, str],
-        guesses: Collection[str],
-        roles: dict[str, Role],
-        model: nn.Module,
-    ) -> None:
-        super().__init__(groups)
-        self.trained = frozenset(name for group in groups for name in group["param_names"])
-        self.frozen = frozen
-        self.shared = shared
-        self.guesses = tuple(guesses)
-        self._roles = roles  # those that a first training forward may contradict, not what the user has written
-        self.model: weakref.ReferenceType[nn.Module] | None = weakref.ref(unwrapped(model))
-        self.watch: Watch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all attributes except the references to the model, which cannot be pickled."""
-        return {**self.__dict__, "model": None, "watch": None}
-
-    def held_by(self, stage: nn.Module) -> ParamGroups:
-        """Return these groups with only the parameters of one part of the model: a pipeline stage, traced or not.
-
-        The part may also be the model itself after `fully_shard` or `parallelize_module`, which replace parameters. Its
-        first training forward is compared with these groups, unless it was traced.
-
-        Args:
-            stage: The part. Its parameters have their names in the whole model, with or without prefixes of wrappers.
-
-        Raises:
-            TypeError: `stage` is no module.
-            ValueError: `stage` holds a parameter of another name or shape, or no trainable parameter, or weights that
-                were tied in the whole model are parameters of their own.
-        """
-        _check_module(stage)
-        trained = {name: group["params"][i] for group in self for i, name in enumerate(group["param_names"])}
-        members: dict[str, tuple[str, nn.Parameter]] = {}
-        frozen: dict[str, str] = {}
-        for key, parameter in stage.named_parameters():
-            name = canonical_name(key)
-            if not parameter.requires_grad:
-                frozen[name] = self.frozen.get(name, _FROZEN)
-                continue
-            first = self.shared.get(name, name)
-            if first not in trained:
-                problem = "The stage holds this parameter, and the groups of the whole model have none of this name. "
-                problem += "Call split_params(model) on the model that the stage was cut from, and keep its names"
-                raise ValueError(about(name, problem))
-            if (shape := global_shape(parameter)) != (needed_shape := global_shape(trained[first])):
-                needed, write = f"{needed_shape} as in the whole model", "Cut the stage from that model"
-                raise ValueError(explain_error(name, f"shape {shape}", needed, write))
-            if first in members:  # one of both would be trained by nobody
-                cause = f"a parameter apart from {members[first][0]}, to which it was tied in the whole model"
-                write = "Tie them again after sharding, or call split_params on this model, without example="
-                raise ValueError(explain_error(name, cause, "one shared parameter", write))
-            members[first] = name, parameter
-        if not members:
-            _refuse_untrained(stage, frozen)
-        groups = [_restricted(group, members) for group in self if not members.keys().isdisjoint(group["param_names"])]
-        roles = {name: self._roles[first] for first, (name, _) in members.items() if first in self._roles}
-        attributes: dict[str, Any] = {"frozen": frozen, "shared": self.shared, "guesses": self.guesses, "roles": roles}
-        result = ParamGroups(groups, **attributes, model=stage)
-        if roles and not any(map(is_traced, stage.modules())):
-            result.watch = Watch(unwrapped(stage), roles, part=len(members) < len(trained))
-        return result
-
-    def __str__(self) -> str:
-        shown = dict[str, tuple[str, ...]]()
-        for group in self:
-            for i, name in enumerate(group["param_names"]):
-                shape = "×".join(map(str, global_shape(group["params"][i]))) or "scalar"
-                matrices = str(group["matrices"][i]) if "matrices" in group else "-"
-                shown[name] = shape, group["name"], matrices, group["reasons"][i]
-        names = [*shown, *self.shared, *self.frozen]
-        rows: list[tuple[str, ...]] = [("parameter", "count", "shape", "group", "matrices", "reason")]
-        for key, cells in patterns(shown, names).items():  # each key may be pasted into overrides=
-            rows.append((key, str(len(names_matching(key, shown))), *cells))
-        text = aligned(rows)
-        for group in self:
-            count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
-            settings = {k: v for k, v in group.items() if k not in _RESERVED | {"algorithm", "matrices"}}
-            notes = "".join(f", {k}={v!r}" for k, v in settings.items())
-            text.append(
-                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{notes}")
-            )
-        for key, reason in patterns(self.frozen, names).items():
-            text.append(escaped(f"left out: {key} ({len(names_matching(key, self.frozen))}): {reason}"))
-        return "\n".join(text)
-
-
-def _restricted(group: Mapping[str, Any], stage: Mapping[str, tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """Return a group with only the parameters in `stage`, which maps names to the new names and parameters."""
-    positions = [i for i, name in enumerate(group["param_names"]) if name in stage]
-    pairs = [stage[group["param_names"][i]] for i in positions]
-    lists = {key: [group[key][i] for i in positions] for key in ("matrices", "reasons") if key in group}
-    return {**group, **lists, "params": [p for _, p in pairs], "param_names": [name for name, _ in pairs]}
 
 
 @dataclass
@@ -237,11 +108,11 @@ def split_params(
     The rules are in docs/groups.md; "Muon for hidden matrices, AdamW for the rest" is K. Jordan's
     (https://kellerjordan.github.io/posts/muon/).
     """
-    _check_module(model)
+    check_module(model)
     base: dict[str, dict[str, Any]] = {}
     for half, values in (("muon", muon), ("adamw", adamw)):
         write = "Write it in overrides={...} where a parameter is meant"
-        source, reserved = f"{called('split_params')}: {half}=", _RESERVED | {"algorithm", "matrices"}
+        source, reserved = f"{called('split_params')}: {half}=", RESERVED | {"algorithm", "matrices"}
         settings = _settings(source, {} if values is None else values, reserved, write)
         base[half] = own_names(f"{half}=", settings) if half == "adamw" else settings
         _check_read(f"{half}=", base[half], [half])
@@ -282,9 +153,8 @@ def split_params(
         )
     guesses = [entry.name for entry in entries if entry.guessed]
     roles = {entry.name: entry.role for entry in entries if watch and not entry.overridden_by}
-    attributes: dict[str, Any] = {"frozen": frozen, "shared": further, "guesses": guesses, "roles": roles}
     filled.sort(key=lambda group: _NAMES.index(group["name"].partition("[")[0]))
-    result = ParamGroups(filled, **attributes, model=model)
+    result = ParamGroups(filled, frozen=frozen, shared=further, guesses=guesses, roles=roles, model=model)
     if watch and facts is None and guesses:
         result.watch = Watch(unwrapped(model), roles)
     return result
@@ -298,12 +168,6 @@ def _reason(entry: _Entry) -> str:
     if len(entry.names) > 1:
         reason += f"; shared with {', '.join(entry.names[1:])}"
     return reason
-
-
-def _check_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        problem = f"a {type(model).__name__}"
-        raise TypeError(explain_error(called("split_params"), problem, "a torch.nn.Module", "Pass the model"))
 
 
 def _settings(source: str, values: Any, reserved: Collection[str], write: str) -> dict[str, Any]:
@@ -324,10 +188,10 @@ def _entries(model: nn.Module, facts_by_id: Mapping[int, Facts] | None) -> tuple
     """
     layers, places = input_output_layers(model), shared_sites(model)
     _check_declarations([site for group in places for site in group])
-    frozen = {site.name: _FROZEN for group in places for site in group if not site.parameter.requires_grad}
+    frozen = {site.name: FROZEN for group in places for site in group if not site.parameter.requires_grad}
     trained = [group for group in places if group[0].parameter.requires_grad]
     if not trained:
-        _refuse_untrained(model, frozen)
+        refuse_untrained(model, frozen)
     entries = []
     for group in trained:
         parameter = group[0].parameter
@@ -343,11 +207,6 @@ def _entries(model: nn.Module, facts_by_id: Mapping[int, Facts] | None) -> tuple
             entry.notes.append(f"no weight decay, by {exempt}")
         entries.append(entry)
     return entries, frozen
-
-
-def _refuse_untrained(model: nn.Module, frozen: Mapping[str, str]) -> None:
-    problem = f"{len(frozen)} parameters, none with requires_grad"
-    raise ValueError(explain_error(type(model).__name__, problem, "at least one to train", "Call requires_grad_()"))
 
 
 def _check_declarations(all_sites: list[Site]) -> None:
@@ -389,10 +248,8 @@ def _check_read(source: str, settings: Collection[str], halves: Collection[str])
     readable = {*RULES["muon"].settings(), *RULES["adamw"].settings()}
     for key in settings:
         if key in readable and key not in read:  # so there is one half
-            problem, needed = (
-                f"{key!r}, which {''.join(halves)} does not read",
-                "a setting of these parameters' algorithm",
-            )
+            problem = f"{key!r}, which {''.join(halves)} does not read"
+            needed = "a setting of these parameters' algorithm"
             write = "Remove it, or write it where the other algorithm trains"
             raise ValueError(explain_error(source, problem, needed, write))
 
@@ -407,7 +264,7 @@ def _settings_of(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(value, str | Mapping):
         write = f'Write {{{key!r}: {{"lr": ...}}}}, or call requires_grad_(False) on a parameter to freeze it'
         raise TypeError(explain_error(source, repr(value), '"muon", "adamw" or a dict of settings', write))
-    settings = _settings(source, {"algorithm": value} if isinstance(value, str) else value, _RESERVED, "Remove it")
+    settings = _settings(source, {"algorithm": value} if isinstance(value, str) else value, RESERVED, "Remove it")
     algorithm = settings.get("algorithm", "muon")
     if not isinstance(algorithm, str) or not is_known(algorithm):
         others = ", ".join(f'"{name}"' for name in RULES if name not in ("muon", "adamw"))
@@ -457,11 +314,8 @@ def _check_possible(entry: _Entry) -> None:
         problem = f"one parameter shared by {', '.join(entry.names)}, whose modules store it differently, as {stored}"
         write = f'overrides={{{entry.name!r}: {{"algorithm": "muon", "matrices": {entry.role.matrices!r}}}}}'
         raise ValueError(explain_error(entry.name, problem, "one form for all of them", f"Write {write}"))
-    if (
-        (heads := getattr(entry.parameter, _HEADS, None)) is not None
-        and "matrices" not in entry.settings
-        and len(shape) == 2
-    ):
+    heads = getattr(entry.parameter, _HEADS, None)
+    if heads is not None and "matrices" not in entry.settings and len(shape) == 2:
         _tag(entry, heads, shape)
     if entry.settings.get("matrices", entry.role.matrices) is None:
         default = by_shape(shape)

@@ -116,10 +116,10 @@ def torchtitan_role(site: Site) -> Role | None:
     """
     if site.key == "mlp1_weight_EGD" and "GptOssGroupedExperts" in class_names(site.module, "torchtitan"):
         return Role("muon", "matrices", "experts: gate, up row by row", ("stack", ("interleaved", 2, 0)))
-    if site.key != "weight" or len(site.owners) < 2:
+    if site.key != "weight":
         return None
-    owner: Any = site.owners[1][1]
-    attribute = site.owners[0][0]
+    owner: Any
+    attribute, owner = site.layer
     if attribute == "wqkv" and "FusedQKVLinear" in class_names(owner, "torchtitan"):
         group = (owner.heads_per_kv * owner.head_dim, owner.head_dim, owner.head_dim)
         return Role("muon", "matrices", "attention: q, k, v by query group", ("interleaved", group, 0))

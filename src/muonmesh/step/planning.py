@@ -352,14 +352,14 @@ def with_state_layouts(
     Raises:
         ValueError: a parameter does not split as its group says.
     """
-    sharing, layouts_by_member = defaultdict[int, list[OptimizedParameter]](list), dict[int, dict[str, StateLayout]]()
+    sharing: dict[int, list[OptimizedParameter]] = {}
     for member in members:
-        sharing[id(member.tensor)].append(member)
+        sharing.setdefault(id(member.tensor), []).append(member)
+    layouts: dict[int, dict[str, StateLayout]] = {}
     for sharing_tensor in sharing.values():
         keeps = rule_of(groups[sharing_tensor[0].group]).keeps()
-        for member, state_layouts in zip(sharing_tensor, state_layouts_of(keeps, sharing_tensor), strict=True):
-            layouts_by_member[id(member)] = state_layouts
-    return [replace(member, state_layouts=layouts_by_member[id(member)]) for member in members]
+        layouts |= zip(map(id, sharing_tensor), state_layouts_of(keeps, sharing_tensor), strict=True)
+    return [replace(member, state_layouts=layouts[id(member)]) for member in members]
 
 
 def state_layouts_of(
@@ -384,9 +384,8 @@ def state_layouts_of(
     for key, kind in keeps.items():
         if kind == "momentum" or kind == "weights":
             for member, state_layouts in zip(members, layouts_of_members, strict=True):
-                state_layouts[key] = StateLayout(
-                    kind, member.momentum_storage if kind == "momentum" else member.storage
-                )
+                storage = member.momentum_storage if kind == "momentum" else member.storage
+                state_layouts[key] = StateLayout(kind, storage)
             continue
         forms = [factored_matrices(member.name, member.storage.shape, member.spec, kind) for member in members]
         buffers = dict[str, tuple[FlatShards, tuple[int, ...]]]()
@@ -415,32 +414,30 @@ def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tup
     """
     owners = {(assignment.parameter, assignment.matrix.index): assignment.owner for assignment in plan.assignments}
     buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
-    entries = dict[tuple[int, str], tuple[StateLayout, Counter[int], list[tuple[int, Interval]]]]()
+    entries = list[tuple[int, str, StateLayout, defaultdict[int, list[Interval]], list[int]]]()
     for number, member in enumerate(members):
         for key, state_layout in member.state_layouts.items() if member is not None else ():
             assert member is not None
             if state_layout.factored is None or not state_layout.at_owner:
                 continue
-            buffer, intervals, first = buffers[id(member.tensor), key], list[tuple[int, Interval]](), 0
-            entries[number, key] = state_layout, buffer, intervals
+            buffer, first = buffers[id(member.tensor), key], 0
+            intervals, starts = defaultdict[int, list[Interval]](list), list[int]()
+            entries.append((number, key, state_layout, intervals, starts))
             for matrix in state_layout.factored.matrices:
                 owner = owners[number, matrix.index]
-                intervals.append((owner, Interval(first, matrix.numel, buffer[owner])))
+                starts.append(buffer[owner])
+                intervals[owner].append(Interval(first, matrix.numel, buffer[owner]))
                 buffer[owner] += matrix.numel
                 first += matrix.numel
     placed = list(members)
-    for (number, key), (state_layout, buffer, intervals) in entries.items():
-        member = placed[number]
-        assert state_layout.factored is not None
+    for number, key, state_layout, intervals, starts in entries:
+        member, factored, ranks = placed[number], state_layout.factored, plan.parameters[number].target.ranks
         assert member is not None
-        ranks = plan.parameters[number].target.ranks
-        within = MeshLayout.replicated(state_layout.factored.layout.shape, ranks)
-        intervals_of: dict[int, list[Interval]] = {rank: [] for rank in ranks}
-        for owner, interval in intervals:
-            intervals_of[owner].append(interval)
-        layout = FlatShards(within, tuple(map(tuple, intervals_of.values())), tuple(buffer[rank] for rank in ranks))
-        starts = tuple(interval.start for _, interval in intervals)
-        factored = replace(state_layout.factored, layout=layout, starts=starts)
+        assert factored is not None
+        sizes = tuple(buffers[id(member.tensor), key][rank] for rank in ranks)
+        of_ranks = tuple(tuple(intervals.get(rank, ())) for rank in ranks)
+        layout = FlatShards(MeshLayout.replicated(factored.layout.shape, ranks), of_ranks, sizes)
+        factored = replace(factored, layout=layout, starts=tuple(starts))
         at_owners = StateLayout(state_layout.kept_as, Storage(layout, layout.shape), factored)
         placed[number] = replace(member, state_layouts={**member.state_layouts, key: at_owners})
     return tuple(placed)

@@ -15,8 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
-from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
-from muonmesh.comm.gather_objects import results_of_all_ranks
+from muonmesh.comm.gather_objects import on_every_rank, on_first_rank, results_of_all_ranks
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonmesh.clip.limits import GradNorms, Limits
-from muonmesh.clip.norm_means import counted, means_of
-from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, add_squares, norms_of, zeros_for
+from muonmesh.clip.limits import Decision, Limits
+from muonmesh.clip.squares import SCALE_INVARIANT, SCALE_SENSITIVE, add_squares, zeros_for
 from muonmesh.comm.gradients import ParameterGrad
 from muonmesh.errors import explain_error
 from muonmesh.optimizer import Muon
@@ -64,10 +63,8 @@ class EngineGradients(ParameterGrad):
 
 def measure(
     limits: Limits, zero: Any, muons: Sequence[Muon], visible: Sequence[Muon], groups: Sequence[Mapping[str, Any]]
-) -> tuple[GradNorms, dict[int, Tensor], Tensor | None]:
-    """Return the norms of the gradients of all tensors, the factors to scale them, and the new `means_of` the groups.
-
-    All ranks call it. There are no new means if ``skip_above`` is no multiple of them.
+) -> Decision:
+    """Return what follows from the gradients of all tensors. All ranks call it.
 
     DeepSpeed has prepared the gradients only of the visible tensors; those of the others are `EngineGradients`.
 
@@ -91,7 +88,4 @@ def measure(
             raise error
         sums += squares / (scale * scale)
     dist.all_reduce(sums)
-    means = None if limits.multiple is None else means_of(groups, sums.device)
-    skip = limits.skips(sums, means=means)
-    fresh = None if means is None else counted(means, torch.stack([*norms_of(sums).values()]))
-    return limits.grad_norms(sums, skip), limits.coefficients(sums, skip), fresh
+    return limits.decide(sums, groups)

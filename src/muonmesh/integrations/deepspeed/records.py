@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonmesh.checkpoint.ranks import settled
-from muonmesh.comm.gather_objects import results_of_all_ranks
+from muonmesh.comm.gather_objects import results_of_all_ranks, settled
 from muonmesh.comm.placing import placements_of
 from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import FlatParameter, FlatShards, Interval, MeshLayout

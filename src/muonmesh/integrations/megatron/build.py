@@ -16,10 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muonmesh.checkpoint.ranks import settled
 from muonmesh.clip.limits import ClipPolicy
 from muonmesh.clip.squares import scale_kind_of
-from muonmesh.comm.gather_objects import gather_objects
+from muonmesh.comm.gather_objects import gather_objects, settled
 from muonmesh.errors import PlanError, explain_error
 from muonmesh.groups.parameter_sites import unwrapped
 from muonmesh.integrations.megatron.declared import mesh_finder

@@ -15,60 +15,23 @@ from megatron.core.optimizer import MegatronOptimizer as Base
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.ranks import settled
 from muonmesh.checkpoint.record import CheckpointedOptimizer, ParameterRecord
 from muonmesh.clip.clipping import clip_gradients
 from muonmesh.clip.limits import ClipPolicy, GradNorms, Limits
 from muonmesh.clip.squares import AGREEMENT, SCALE_SENSITIVE, reduce_beyond, zeros_for
+from muonmesh.comm.gather_objects import settled
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, PlanError, StateError, about, explain_error
 from muonmesh.integrations.megatron import checkpoint
 from muonmesh.integrations.megatron.param_groups import SCHEDULED
 from muonmesh.integrations.megatron.refusals import is_fsdp, script_argument
+from muonmesh.integrations.megatron.sharded_master import ShardedMaster
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
 from muonmesh.step.connection import connect, placed_members
 from muonmesh.step.runtime import Clip, Driver
-
-
-class ShardedMaster(Tensor):
-    """A rank's shard of an fp32 master weight, for the ``main_param`` attribute of its parameter.
-
-    `clip_qk` of Megatron-Core 0.16 scales rows of ``main_param.data``, for which it needs the shape of the whole
-    weight, on the device of the weight. Every rank scales its own elements by the same factors, so the result is
-    bitwise equal to a whole master weight's. The shard may be in CPU memory.
-
-    Attributes:
-        written: Whether Megatron has written the master weight since it was published. Megatron then scales the weight
-            too, but from its rounded elements: the master weight is the better one of both.
-    """
-
-    written: bool = False
-    _parameter: Tensor
-    _low: int
-
-    @staticmethod
-    def of(master: Tensor, parameter: Tensor, low: int) -> ShardedMaster:
-        """Return ``master`` as a ShardedMaster, sharing its memory: the parameter's elements from ``low`` on."""
-        sharded = master.as_subclass(ShardedMaster)
-        sharded._parameter, sharded._low = parameter, low
-        return sharded
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """A new tensor of the parameter's shape: the shard, and zeros elsewhere. Its `copy_` writes only the shard."""
-        shard, whole = self.as_subclass(Tensor), torch.zeros_like(self._parameter, dtype=self.dtype)
-        interval = slice(self._low, self._low + shard.numel())
-        whole.view(-1)[interval] = shard.view(-1)
-
-        def copy_(source: Tensor) -> Tensor:
-            self.written = True
-            return shard.copy_(source.reshape(-1)[interval].view_as(shard))
-
-        whole.copy_ = copy_  # type: ignore[method-assign, assignment]
-        return whole
 
 
 class Holding(NamedTuple):
@@ -130,6 +93,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         self._holdings = tuple(holdings)
         self._stages, self._tensor_parallel = groups.pp.size(), groups.tp.size()
         self._fsdp = any(is_fsdp(chunk) for chunk in chunks)
+        self._flat = config.use_distributed_optimizer and not self._fsdp
         self._policy, self._skip_above = policy, skip_above
         tensors = (*(h.parameter for h in holdings), *(p for chunk in chunks for p in chunk.parameters()))
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
@@ -290,7 +254,6 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
 
     def _publish(self) -> None:
         """Make the modules compute with the updated parameters."""
-        flat = self.config.use_distributed_optimizer and not self._fsdp
         clips = any(chunk.config.qk_clip for chunk in self.model_chunks)
         if clips:
             self.optimizer.finish()  # Megatron then reads master weights, which may be in CPU memory
@@ -302,13 +265,13 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
                 published = local_of(master)
                 published = ShardedMaster.of(published, holding.parameter, holding.low) if clips else published
                 holding.parameter.main_param = published  # type: ignore[attr-defined]
-                holding.parameter.main_param_sharded = flat  # type: ignore[attr-defined]
+                holding.parameter.main_param_sharded = self._flat  # type: ignore[attr-defined]
         for chunk in self.model_chunks:
             if self._fsdp:
                 chunk.module.install_optimized_model_weights()
                 chunk.start_param_sync()
-            elif flat and not chunk.ddp_config.overlap_param_gather:  # with overlap, the next forward pass gathers them
-                chunk.start_param_sync()
+            elif self._flat and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()  # with overlap, the next forward pass gathers them
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set ``grad`` to None, and discard the last decision of clipping.
@@ -438,8 +401,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """Mark weights, state and settings as loaded, and make the modules compute with the loaded weights."""
         super().checkpoint_restored()
         self._publish()
-        flat = self.config.use_distributed_optimizer and not self._fsdp
-        if flat and self.model_chunks[0].ddp_config.overlap_param_gather:
+        if self._flat and self.model_chunks[0].ddp_config.overlap_param_gather:
             self.model_chunks[0].start_param_sync(force_sync=True)
 
     @contextmanager

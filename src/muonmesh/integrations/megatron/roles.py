@@ -20,9 +20,6 @@ from muonmesh.errors import explain_error
 from muonmesh.groups.parameter_sites import Kind, Role, Site, class_names
 from muonmesh.names import canonical_name
 
-_WEIGHT = re.compile(r"weight\d*")
-"""Transformer Engine's grouped linear layers number their experts: weight0, weight1, …"""
-
 HALVES = ("heads", 2, 0)
 """Gate rows, then up rows: two equal matrices, whatever the size."""
 
@@ -39,11 +36,10 @@ def megatron_role(site: Site) -> Role | None:
         problem = f"all experts of a GroupedMLP in {site.key}, in another order than its shape says"
         write = "Set moe_grouped_gemm=False, or install Transformer Engine and set moe_use_legacy_grouped_gemm=False"
         raise ValueError(explain_error(site.name, problem, "a weight for each expert", write))
-    layer, owner = site.owners[0][0], site.owners[1][1] if len(site.owners) > 1 else site.module
-    if not _WEIGHT.fullmatch(site.key) or len(site.shape) != 2:
-        return None
+    layer, owner = site.layer
     for classes, attribute, split, description in _FUSED:
-        if re.fullmatch(attribute, layer) and any(re.fullmatch(classes, n) for n in class_names(owner, "megatron")):
+        named = len(site.shape) == 2 and re.fullmatch(attribute, layer)
+        if named and any(re.fullmatch(classes, name) for name in class_names(owner, "megatron")):
             matrices = "whole" if split is None else split(owner)
             return Role("muon", "matrices", f"{description} ({type(owner).__name__})", matrices)
     return None

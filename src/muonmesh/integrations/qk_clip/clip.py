@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from muonmesh.checkpoint.record import boxes_of, recorded_in
+from muonmesh.checkpoint.record import boxes_of, fill, recorded_in
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import calling, escaped, explain_error
@@ -259,12 +259,11 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
     for rows, factor in factors:
         factor_of_index[rows.low : rows.high] = factor
     wide = torch.promote_types(local.dtype, torch.float32)
-    contiguous = local.contiguous()
-    for at, box in boxes_of(contiguous, storage.layout, storage.shape).items():
+    boxes = boxes_of(local.contiguous(), storage.layout, storage.shape)
+    for at, box in boxes.items():
         box_factors = factor_of_index[at[dim] :][: box.shape[dim]].to(wide)
-        box.copy_(box.to(wide) * box_factors.view([-1 if axis == dim else 1 for axis in range(box.ndim)]))
-    if contiguous is not local:
-        local.copy_(contiguous)
+        boxes[at] = box.to(wide) * box_factors.view([-1 if axis == dim else 1 for axis in range(box.ndim)])
+    fill(local, storage, boxes)
 
 
 def _first_head(attention: Attention, count: int) -> int:

@@ -86,10 +86,10 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
     projections: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
     for site in parameter_sites(model):
-        attribute, owner = _place_of(site)
-        if not _named(attribute) or not any("Attention" in name for name in class_names(owner)):
-            continue
-        if _is_linear(owner):
+        attribute, owner = site.layer
+        attribute = attribute.replace("bias", "weight")  # in_proj_bias of torch's
+        attends = any("Attention" in name for name in class_names(owner)) and not _is_linear(owner)
+        if not attends or not _named(attribute):
             continue
         if site.key.endswith("weight"):
             form = role(site, {}, forward_facts.get(id(site.parameter))).matrices
@@ -160,13 +160,6 @@ def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[L
 def _named(attribute: str) -> tuple[str, ...]:
     """Return which of q, k and v a projection of this name makes, in their order; empty without q and k."""
     return next((names for pattern, names in _PARTS.items() if re.fullmatch(pattern, attribute)), ())
-
-
-def _place_of(site: Site) -> tuple[str, nn.Module]:
-    """Return the name of a projection in its attention module, and this module."""
-    if site.key not in ("weight", "bias") or len(site.owners) < 2:
-        return site.key.replace("bias", "weight"), site.module
-    return site.owners[0][0], site.owners[1][1]
 
 
 def _heads_in(

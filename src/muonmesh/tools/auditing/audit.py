@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muonmesh.checkpoint.ranks import settled
-from muonmesh.comm.gather_objects import gather_objects
+from muonmesh.comm.gather_objects import gather_objects, settled
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.ranks import device_without_parameters
 from muonmesh.comm.storage import Storage, local_of, world_size

@@ -18,9 +18,8 @@ from torch import nn
 from muonmesh.checkpoint import load, save
 from muonmesh.checkpoint.folder import check_replaceable, folder_at, foreign_in, lock_folder, previous_at, remove_folder
 from muonmesh.checkpoint.manifest import read_manifest
-from muonmesh.checkpoint.ranks import on_every_rank, on_first_rank
 from muonmesh.checkpoint.save_load import checkpointed
-from muonmesh.comm.gather_objects import results_of_all_ranks
+from muonmesh.comm.gather_objects import on_every_rank, on_first_rank, results_of_all_ranks
 from muonmesh.errors import FileError
 from muonmesh.optimizer import Muon
 from muonmesh.step.state_layout import wrong_numbers

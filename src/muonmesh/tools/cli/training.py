@@ -26,9 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
-from muonmesh.checkpoint.ranks import first_difference, on_first_rank
 from muonmesh.checkpoint.save_load import reshard
-from muonmesh.comm.gather_objects import gather_objects
+from muonmesh.comm.gather_objects import first_difference, gather_objects, on_first_rank
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import write_text
