@@ -145,24 +145,33 @@ def plateaus(step: int) -> dict[str, Tensor | None]:
     return gradients
 
 
+def step_guarded(layout: str, threads: int) -> dict[str, Tensor]:
+    torch.set_num_threads(threads)
+    *_, (model, optimizer) = problem.steps(layout, 2, plateaus(0), plateaus, ns_coefficients="deflated")
+    return problem.result(model, optimizer)
+
+
+@functools.cache
+def alone_on_one_thread() -> tuple[dict[str, Tensor], list[bool]]:
+    """Return the result of one process, and which matrices got more polynomials: once for all layouts."""
+    result = step_guarded("local", 1)
+    unguarded = replace(COEFFICIENT_SETS["deflated"], deflation=Deflation())
+    mm.register_coefficients("test-unguarded", unguarded)
+    more = [
+        not torch.equal(*(mm.orthogonalize(x, coefficients=name) for name in ("deflated", "test-unguarded")))
+        for name, x in plateaus(0).items()
+        if name != "small"
+    ]
+    return result, more
+
+
 def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
     """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
     before, parameters = torch.get_num_threads(), dict(problem.PARAMETERS)
-    unguarded = replace(COEFFICIENT_SETS["deflated"], deflation=Deflation())
-    mm.register_coefficients("test-unguarded", unguarded)
     problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
     try:
-        results = []
-        for layout_name, count in ((layout, threads), ("local", 1)):
-            torch.set_num_threads(count)
-            *_, (model, optimizer) = problem.steps(layout_name, 2, plateaus(0), plateaus, ns_coefficients="deflated")
-            results.append(problem.result(model, optimizer))
-        more = [
-            not torch.equal(*(mm.orthogonalize(x, coefficients=name) for name in ("deflated", "test-unguarded")))
-            for name, x in plateaus(0).items()
-            if name != "small"
-        ]
-        return problem.differing(*results), more
+        alone, more = alone_on_one_thread()
+        return problem.differing(step_guarded(layout, threads), alone), more
     finally:
         torch.set_num_threads(before)
         problem.PARAMETERS.clear()
