@@ -257,8 +257,17 @@ def plain_without_group() -> None:
 def test_plain_matrices_on_several_ranks_need_a_process_group(workers) -> None:
     for outcome in workers(2).run_expecting_errors(plain_without_group, timeout=20):
         assert outcome.error is mm.LayoutError
-        assert "w: This parameter is a plain tensor while 2 ranks run" in outcome.message
-        assert 'process_group="world"' in outcome.message
+        assert outcome.message == (
+            "w: This parameter is a plain tensor while 2 ranks run, "
+            "and nothing says which ranks hold the same parameter. "
+            "If the model was sharded after this optimizer was made, make the optimizer after it. "
+            'Under DDP, pass the wrapped model to from_model, or write process_group="world", as you do if your loop '
+            "averages the gradients of all ranks. "
+            'If every rank trains its own copy, write process_group="local". '
+            "If some ranks share it, pass their ProcessGroup. "
+            "If it is a shard, make it a DTensor (fully_shard), or declare it: layouts={'w': (mesh, placements)}. "
+            "Leave out ZeroRedundancyOptimizer: ranks share the work, and with shard_state=True the state"
+        )
 
 
 def not_a_member() -> str:

@@ -6,10 +6,7 @@ tensor parallelism, clipping, schedule and checkpoint. Not run: rollouts, and th
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +15,14 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import muonmesh as mm
-from tests.hosts.replay import Given, different, replayed, weights
 from tests.hosts_all import without_loggers  # AReaL's trainers import loggers
-from tests.support import workers
+from tests.support.engines import SAME, prepare_ranks, train_and_resume
+from tests.support.workers import Pool
 
-EXAMPLES = str(Path(__file__).parents[2] / "examples")
-sys.path.append(EXAMPLES)  # of this process, and of its ranks
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), EXAMPLES)))
-os.environ |= {"HF_HUB_OFFLINE": "1"}
-multiprocessing.set_forkserver_preload(
-    [workers.__name__, "muonmesh.build", *workers.MODELS, without_loggers.__name__, "areal.trainer.sft.lm_engine"]
-)
+pytest_plugins = ("tests.support.engines",)
+prepare_ranks(without_loggers.__name__, "areal.trainer.sft.lm_engine")
 
 RATE = 0.01
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[workers.Pool]:
-    pool = workers.Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +70,14 @@ def areal_engine(folder: str, *, split: str = "fsdp:d2", type: str = "adam", per
     return engine
 
 
-def areal_steps(engine: Any, steps: range) -> list[Given]:
-    """Train with the engine's own method; return what its optimizer was given."""
-    inputs: list[Given] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(engine.optimizer)))
+def areal_steps(engine: Any, steps: range) -> None:
+    """Train with the engine's own method."""
     for step in steps:
         tokens = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(10 * step + engine.dp_rank))
         every = torch.ones_like(tokens)
         batch = {"input_ids": tokens, "attention_mask": every.bool(), "loss_mask": every}
         engine.train_lm([{name: values[[row]] for name, values in batch.items()} for row in range(2)])
         engine.lr_scheduler_step()
-    return inputs
 
 
 def trained_by_areal(folder: str, checkpoint: str, split: str) -> dict[str, Any]:
@@ -104,39 +85,31 @@ def trained_by_areal(folder: str, checkpoint: str, split: str) -> dict[str, Any]
     from areal.api import SaveLoadMeta
 
     areal_muon.SETTINGS = {"momentum": 0.8, "compute_dtype": torch.float32}
-    engine = areal_engine(folder, split=split)
-    optimizer = engine.optimizer
-    inputs = areal_steps(engine, range(2))
     meta = SaveLoadMeta(
         path=checkpoint, weight_format="dcp", with_optim=True, tokenizer=None, processor=None, base_model_path=None
     )
-    engine.save(meta)
-    inputs += areal_steps(engine, range(2, 4))[:2]
-    after = weights(engine.model)
-    second = areal_engine(folder, split=split)
-    second.load(meta)
-    areal_steps(second, range(2, 4))
-    muon_settings = {"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32}
-    plain = replayed(Qwen2ForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **muon_settings)
-    return {
-        "muon": type(optimizer) is mm.Muon,
-        "matrices": len(optimizer.param_groups[0]["params"]),
-        "plain loop": different(after, plain),
-        "resumed": different(after, weights(second.model)),
-        "first": inputs[0].rates,
-    }
+
+    def resume() -> Any:
+        engine = areal_engine(folder, split=split)
+        engine.load(meta)
+        return engine
+
+    return train_and_resume(
+        areal_engine(folder, split=split),
+        areal_steps,
+        lambda engine: engine.save(meta),
+        resume,
+        lambda engine: engine.model,
+        Qwen2ForCausalLM.from_pretrained(folder),
+        **{"weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9), "compute_dtype": torch.float32},
+    )
 
 
 @pytest.mark.parametrize("split", ["fsdp:d2", "fsdp:d1t2"], ids=["FSDP2", "TP"])
-def test_the_engine_s_steps_are_those_of_a_plain_loop(
-    pair: workers.Pool, folder: str, tmp_path: Path, split: str
-) -> None:
+def test_the_engine_s_steps_are_those_of_a_plain_loop(pair: Pool, folder: str, tmp_path: Path, split: str) -> None:
     for result in pair.run(trained_by_areal, folder, str(tmp_path), split, timeout=400):
-        assert result["muon"]
-        assert result["matrices"] == 14
-        assert result["plain loop"] == []
-        assert result["resumed"] == []
-        assert set(result["first"].values()) == {RATE}
+        assert result.pop("rates")[0] == {RATE}
+        assert result == SAME
 
 
 def areal_refusals(folder: str) -> list[str]:
@@ -148,7 +121,7 @@ def areal_refusals(folder: str) -> list[str]:
     return messages
 
 
-def test_what_it_cannot_make_is_said_and_what_is_named_stays(pair: workers.Pool, folder: str) -> None:
+def test_what_it_cannot_make_is_said_and_what_is_named_stays(pair: Pool, folder: str) -> None:
     for named, layers in pair.run(areal_refusals, folder, timeout=400):
         assert "per_layer_optim_step: false" in layers
         assert named == "SGD"

@@ -7,12 +7,10 @@ replaced by the lines of `turn`.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,7 +24,9 @@ from olmo_core.train.train_module import TransformerDataParallelConfig, Transfor
 import muonmesh as mm
 from tests.hosts.replay import Given, different, replayed, weights
 from tests.support import workers
+from tests.support.workers import Pool
 
+pytest_plugins = ("tests.support.engines",)
 multiprocessing.set_forkserver_preload([workers.__name__, "muonmesh.build", "olmo_core.train.train_module"])
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "compute_dtype": torch.float32}
@@ -99,14 +99,7 @@ def trained_by_olmo(folder: Path) -> tuple[list[str], list[str], dict[str, int],
     return different(after, plain), different(after, weights(again.model)), sizes, "lm_head.w_out.weight" in after
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[workers.Pool]:
-    pool = workers.Pool(2)
-    yield pool
-    pool.close()
-
-
-def test_its_train_module_is_a_plain_loop_and_resumes(pair: workers.Pool, tmp_path: Path) -> None:
+def test_its_train_module_is_a_plain_loop_and_resumes(pair: Pool, tmp_path: Path) -> None:
     for plain, resumed, sizes, head in pair.run(trained_by_olmo, tmp_path, timeout=200):
         assert plain == []
         assert resumed == []

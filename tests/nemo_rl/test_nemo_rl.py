@@ -8,10 +8,7 @@ NeMo-RL refuses 5.12. What the second worker gives an optimizer's class is teste
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,29 +20,16 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import muonmesh as mm
-from tests.hosts.replay import Given, different, replayed, weights
 from tests.hosts_all import without_loggers
 from tests.nemo_rl.on_cpu import on_cpu
-from tests.support import workers
+from tests.support.engines import SAME, prepare_ranks, train_and_resume
+from tests.support.workers import Pool
 
-FOLDERS = [str(Path(__file__).parents[2] / "examples"), os.environ["NEMO_RL"]]
-sys.path += FOLDERS  # of this process, and of its ranks
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), *FOLDERS)))
-os.environ |= {"HF_HUB_OFFLINE": "1", "NRL_DISABLE_NUMA_BINDING": "1"}
+pytest_plugins = ("tests.support.engines",)
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker"
-multiprocessing.set_forkserver_preload(
-    [workers.__name__, "muonmesh.build", *workers.MODELS, without_loggers.__name__, WORKER]
-)
+prepare_ranks(without_loggers.__name__, WORKER, folders=[os.environ["NEMO_RL"]], NRL_DISABLE_NUMA_BINDING="1")
 
 SETTINGS = {"lr": 0.01, "weight_decay": 0.3, "momentum": 0.8, "adamw_betas": (0.8, 0.9)}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[workers.Pool]:
-    pool = workers.Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +81,11 @@ def worker_of(folder: str, tensor_parallel: int, *checkpoint: str) -> Any:
         )
 
 
-def nemo_steps(worker: Any, steps: range) -> list[Given]:
-    """Train with the worker's own method; return what its optimizer was given."""
+def nemo_steps(worker: Any, steps: range) -> None:
+    """Train with the worker's own method."""
     from nemo_rl.algorithms.loss import NLLLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    inputs: list[Given] = []
-    worker.optimizer.register_step_pre_hook(lambda *_: inputs.append(Given.to(worker.optimizer)))
     for step in steps:
         replica = worker.dp_mesh.get_local_rank()
         tokens = torch.randint(
@@ -113,42 +95,28 @@ def nemo_steps(worker: Any, steps: range) -> list[Given]:
         masks = {"token_mask": torch.ones(len(tokens), 6), "sample_mask": torch.ones(len(tokens))}
         worker.train(BatchedDataDict({**batch, **masks}), NLLLossFn())
         worker.move_optimizer_to_device("cpu")  # as between training and rollouts
-    return inputs
 
 
 def trained_by_nemo(folder: str, checkpoint: str, tensor_parallel: int) -> dict[str, Any]:
+    paths = f"{checkpoint}/weights", f"{checkpoint}/optimizer"
     with on_cpu():
-        worker = worker_of(folder, tensor_parallel)
-        optimizer = worker.optimizer
-        inputs = nemo_steps(worker, range(2))
-        paths = f"{checkpoint}/weights", f"{checkpoint}/optimizer"
-        worker.save_checkpoint(*paths)
-        inputs += nemo_steps(worker, range(2, 4))[:2]
-        after = weights(worker.model)
-        second = worker_of(folder, tensor_parallel, *paths)
-        nemo_steps(second, range(2, 4))
-        resumed = weights(second.model)
-    settings = {**SETTINGS, "compute_dtype": torch.float32}
-    plain = replayed(LlamaForCausalLM.from_pretrained(folder), inputs[:2] + inputs[-2:], **settings)
-    return {
-        "muon": type(optimizer) is mm.Muon,
-        "matrices": len(optimizer.param_groups[0]["params"]),
-        "plain loop": different(after, plain),
-        "resumed": different(after, resumed),
-        "rates": [set(given.rates.values()) for given in inputs[:4]],  # the first hook goes on
-    }
+        return train_and_resume(
+            worker_of(folder, tensor_parallel),
+            nemo_steps,
+            lambda worker: worker.save_checkpoint(*paths),
+            lambda: worker_of(folder, tensor_parallel, *paths),
+            lambda worker: worker.model,
+            LlamaForCausalLM.from_pretrained(folder),
+            **{**SETTINGS, "compute_dtype": torch.float32},
+        )
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["FSDP2", "TP"])
 def test_the_worker_s_steps_are_those_of_a_plain_loop(
-    pair: workers.Pool, folder: str, tmp_path: Path, tensor_parallel: int
+    pair: Pool, folder: str, tmp_path: Path, tensor_parallel: int
 ) -> None:
     for result in pair.run(trained_by_nemo, folder, str(tmp_path), tensor_parallel, timeout=400):
-        assert result["muon"]
-        assert result["matrices"] == 14
-        assert result["plain loop"] == []
-        assert result["resumed"] == []
-        assert result["rates"] == [{0.01}, {0.005}, {0.0025}, {0.00125}]
+        assert result == {**SAME, "rates": [{0.01}, {0.005}, {0.0025}, {0.00125}]}
 
 
 def test_the_model_is_found_in_what_either_worker_gives() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from muonmesh.numerics.coefficients import (
 )
 from muonmesh.numerics.deflation import Deflation
 from tests.support.on_ranks import on_ranks
+from tests.support.programs import run_script
 
 COVERS = (
     "numerics.coefficients.coefficient_schedule",
@@ -93,7 +92,7 @@ def test_every_set_grows_small_singular_values_and_stays_bounded(name: Coefficie
 def test_deflated_is_what_its_script_derives() -> None:
     """And what it does: singular values in [0.012, 1] end where the script says, and smaller ones grow 88 times."""
     script = Path(__file__).parents[2] / "benchmarks" / "studies" / "remez.py"
-    derivation = json.loads(subprocess.run([sys.executable, script], capture_output=True, check=True, text=True).stdout)
+    derivation = json.loads(run_script(script))
     polynomials = coefficient_schedule("deflated")
     for chosen, derived in zip(polynomials, derivation["polynomials"], strict=True):
         assert chosen == pytest.approx(derived, rel=1e-12)

@@ -7,6 +7,7 @@ tiles multiplies by its own too.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import struct
@@ -33,7 +34,7 @@ from muonmesh.numerics.kernels.compiled import compiled_products
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import load
 from tests.support import emulated
-from tests.support.alone import alone
+from tests.support.alone import alone, in_child
 from tests.support.emulated import RUNS
 
 COVERS = (
@@ -396,6 +397,14 @@ LIBRARY = Path(compiled.__file__).with_name("products.so")
 FOREIGN = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 0xF3, 1, 0, 0, 0, 0, 64, 0, 0, 0, 0, 0)  # RISC-V
 
 
+def is_told(file: str) -> bool:
+    compiled.__file__ = file
+    compiled.library.cache_clear()
+    with pytest.raises(compiled.NoLibrary):
+        compiled.library()
+    return True
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -419,10 +428,7 @@ def test_without_a_library(no_library: Path, content: Callable[[], bytes | None]
     if (contents := content()) is not None:
         (no_library / "products.so").write_bytes(contents)
     if message.startswith("it ends"):
-        code = f"from muonmesh.numerics.kernels import compiled; compiled.__file__ = '{no_library}/compiled.py'\n"
-        code += "try: compiled.library()\nexcept compiled.NoLibrary: print('told')"
-        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert process.stdout == "told\n"
+        assert alone(is_told, compiled.__file__)
     with pytest.raises(
         ValueError, match=r"found no products.so in the package .* Write kernels=\"auto\", or build"
     ) as e:
@@ -451,27 +457,27 @@ def test_nothing_is_compiled_or_loaded_from_elsewhere(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == {"muonmesh", "cc", "gcc", "clang"}
 
 
-FORKED = """
-import os, sys, torch, muonmesh as mm
-from muonmesh.numerics.kernels import compiled
-name, compiled.__file__ = sys.argv[1:]
-torch.set_num_threads(2)
-matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
-def run(): return [mm.orthogonalize(x, kernels=name, coefficients="deflated") for x in matrices]
-expected, child = run(), os.fork()
-if child == 0:
-    torch.set_num_threads({threads})
-    os._exit(not all(map(torch.equal, run(), expected)))
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
+def forked_differs(name: mm.KernelName, file: str) -> list[int]:
+    """Multiply here and in children with so many threads; return how each ended."""
+    compiled.__file__ = file
+    compiled.library.cache_clear()
+    torch.set_num_threads(2)
+    matrices = [torch.randn(*shape) for shape in ((5, 40, 90), (400, 900), (900, 900))]
+
+    def run() -> list[Tensor]:
+        return [orthogonalize(x, kernels=name, coefficients="deflated") for x in matrices]
+
+    def compare(threads: int) -> None:
+        torch.set_num_threads(threads)
+        assert all(map(torch.equal, run(), expected))
+
+    expected = run()
+    return [in_child(functools.partial(compare, threads)) for threads in (1, 2)]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_process_multiplies_with_the_same_bits(name: mm.KernelName, threads: int) -> None:
+def test_a_forked_process_multiplies_with_the_same_bits(name: mm.KernelName) -> None:
     """The helpers of its parent are not there."""
-    script = FORKED.replace("{threads}", str(threads))
-    command = [sys.executable, "-W", "ignore", "-c", script, name, compiled.__file__]
-    subprocess.run(command, check=True, timeout=60)
+    assert alone(forked_differs, name, compiled.__file__) == [0, 0]
 
 
 def with_a_helper_that_waits() -> tuple[list[int], bool]:
