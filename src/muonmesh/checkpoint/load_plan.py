@@ -297,12 +297,9 @@ def _name_faults(
     strays = [name for name in states if not everyone.get(name, name in saved)]
     lines: list[tuple[str, str, Iterable[str]]] = [(f"no {MODEL}.{name}", name, spare or saved) for name in lost]
     lines += [(f"{MODEL}.{name}, which nothing here has", name, lost or local) for name in spare]
-    lines += [
-        (f"state of {name}, which nothing here trains", name, ())
-        if name in everyone
-        else (f"state of {name}, which nothing here has", name, local)
-        for name in strays
-    ]
+    for name in strays:
+        lacks, among = ("trains", ()) if name in everyone else ("has", local)
+        lines.append((f"state of {name}, which nothing here {lacks}", name, among))
     # Only for what the message will show: with many names, the search for all could take hours.
     shown = [message + nearest(name, among) for message, name, among in lines[:_SHOWN]]
     return shown + [message for message, _, _ in lines[_SHOWN:]]

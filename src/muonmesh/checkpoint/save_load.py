@@ -191,9 +191,8 @@ def _records(host: CheckpointedOptimizer, model: nn.Module) -> list[ParameterRec
         other, same = by_name.setdefault(name, (path, tensor))
         if same is not tensor:
             fault, needed = f"two tensors of this name, {other} and {path}", "one, or only one of them would be saved"
-            raise StateError(
-                explain_error(name, fault, needed, "Rename a module: checkpoints leave out wrappers' names")
-            )
+            write = "Rename a module: checkpoints leave out wrappers' names"
+            raise StateError(explain_error(name, fault, needed, write))
         if id(tensor) not in known_ids and name not in names:
             known_ids.add(id(tensor))
             refuse_flattened(name, tensor)

@@ -130,9 +130,8 @@ class ParamGroups(list[dict[str, Any]]):
             count, elements = len(group["params"]), sum(prod(global_shape(p)) for p in group["params"])
             settings = {k: v for k, v in group.items() if k not in RESERVED | {"algorithm", "matrices"}}
             notes = "".join(f", {k}={v!r}" for k, v in settings.items())
-            text.append(
-                escaped(f"{group['name']}: {count} tensor{'' if count == 1 else 's'}, {elements:,} elements{notes}")
-            )
+            sizes = f"{count} tensor{'' if count == 1 else 's'}, {elements:,} elements"
+            text.append(escaped(f"{group['name']}: {sizes}{notes}"))
         for key, reason in patterns(self.frozen, names).items():
             text.append(escaped(f"left out: {key} ({len(names_matching(key, self.frozen))}): {reason}"))
         return "\n".join(text)

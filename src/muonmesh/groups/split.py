@@ -237,9 +237,8 @@ def _override(entries: list[_Entry], frozen: dict[str, str], overrides: Any) -> 
             if "algorithm" in settings or "matrices" in settings:
                 entry.overridden_by.append(key)
     for key, settings, meant in ordered:
-        _check_read(
-            f"overrides[{key!r}]", own_names(f"overrides[{key!r}]", settings), {by_name[name].half for name in meant}
-        )
+        source = f"overrides[{key!r}]"
+        _check_read(source, own_names(source, settings), {by_name[name].half for name in meant})
 
 
 def _check_read(source: str, settings: Collection[str], halves: Collection[str]) -> None:

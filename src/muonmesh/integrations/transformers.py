@@ -85,9 +85,8 @@ class MuonFactory:
             write = "To train with muonmesh, remove optim=. To train with the other, remove optimizer_cls_and_kwargs="
             raise ValueError(explain_error("TrainingArguments", problem, needed, write))
         if (lr := settings.get("lr", args.learning_rate)) != args.learning_rate in _rates_of_scheduler():
-            problem = (
-                f"learning_rate={args.learning_rate}, which DeepSpeed's scheduler follows, and lr={lr} beside args"
-            )
+            problem = f"learning_rate={args.learning_rate}, which DeepSpeed's scheduler follows, and "
+            problem += f"lr={lr} beside args"
             write = f"Write TrainingArguments(learning_rate={lr})"
             raise ValueError(explain_error("TrainingArguments", problem, "one rate", write))
         defaults = {

@@ -99,9 +99,8 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
         problem = 'state_device="cpu" with state_dtype="int8"'
         needed = "momentum in floating point: ranks agree on the "
         needed += "blocks of all int8 momentum before the first bucket, so all of it would be on the device at once"
-        raise ValueError(
-            explain_error(called("Muon"), problem, needed, "Write state_dtype=torch.bfloat16, or no state_device")
-        )
+        write = "Write state_dtype=torch.bfloat16, or no state_device"
+        raise ValueError(explain_error(called("Muon"), problem, needed, write))
     if is_compiled(settings["kernels"]):  # before anything is planned; whether parameters are on a CPU is known then
         check_kernels(settings["kernels"], device=torch.device("cpu"), dtype=settings["compute_dtype"])
 

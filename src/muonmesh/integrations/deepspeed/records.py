@@ -244,9 +244,8 @@ def _layout_of(record: EngineParameter, ranks: tuple[int, ...], everyone: Sequen
         layout = FlatShards.on_axes(within, [0], lambda rank, _: [entries[rank][1]], sizes)
         layout.prove_cover()
     except (KeyError, LayoutError) as error:
-        raise LayoutError(
-            explain_error(record.name, str(error), "each element held exactly once", _DIFFERENT)
-        ) from None
+        needed = "each element held exactly once"
+        raise LayoutError(explain_error(record.name, str(error), needed, _DIFFERENT)) from None
     return layout
 
 

@@ -66,10 +66,8 @@ def saved_boxes_of(model: nn.Module, ranks: int) -> dict[int, list[SavedBox]]:
             return {}
         problem = f"no sharded_state_dict() under tensor parallelism over {ranks} ranks"
         needed = "this method of Megatron's modules, which says how parameters are cut"
-        write = (
-            "Derive the model from megatron.core.transformer.module.MegatronModule, or set the tensor-parallel size "
-        )
-        raise LayoutError(explain_error(type(model).__name__, problem, needed, write + "to 1"))
+        write = "Derive the model from megatron.core.transformer.module.MegatronModule, or set the tensor-parallel "
+        raise LayoutError(explain_error(type(model).__name__, problem, needed, write + "size to 1"))
     # Megatron's own save adds this group too. A stage with layers of multi-token prediction reads it.
     metadata = ensure_metadata_has_dp_cp_group(None)
     found_boxes: dict[int, list[SavedBox]] = {}

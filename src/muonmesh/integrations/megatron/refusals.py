@@ -181,7 +181,6 @@ def _refuse_summed_gradients(chunk: Any) -> None:
         reduced, main = getattr(group, "hfsdp_helper_gbuf", None), group.main_grad_buffer
         if reduced is not None and reduced.gradient_scaling_factor != main.gradient_scaling_factor:
             problem = "outer_dp_sharding_strategy='optim', with which this version of Megatron-FSDP sums gradients"
+            needed = "gradients that it averages"
             write = "Set outer_dp_sharding_strategy='no_shard': otherwise clip_grad compares a norm that is too large"
-            raise ValueError(
-                explain_error("DistributedDataParallelConfig", problem, "gradients that it averages", write)
-            )
+            raise ValueError(explain_error("DistributedDataParallelConfig", problem, needed, write))

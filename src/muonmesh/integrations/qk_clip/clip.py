@@ -28,10 +28,8 @@ from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.table import aligned
 
-_SHARDED = (
-    "Make the QKClip before the model is sharded. To make it after, leave example= out and pass optimizer=, with "
-)
-_SHARDED += "groups = split_params(model, example=...) from before, and Muon(groups.held_by(model))"
+_SHARDED = "Make the QKClip before the model is sharded. To make it after, leave example= out and pass optimizer=, "
+_SHARDED += "with groups = split_params(model, example=...) from before, and Muon(groups.held_by(model))"
 
 
 class QKClip:
