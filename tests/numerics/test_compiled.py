@@ -477,7 +477,7 @@ def forked_differs(name: mm.KernelName, file: str) -> list[int]:
 
 def test_a_forked_process_multiplies_with_the_same_bits(name: mm.KernelName) -> None:
     """The helpers of its parent are not there."""
-    assert alone(forked_differs, name, compiled.__file__) == [0, 0]
+    assert alone(forked_differs, name, compiled.__file__, timeout=60) == [0, 0]
 
 
 def with_a_helper_that_waits() -> tuple[list[int], bool]:
