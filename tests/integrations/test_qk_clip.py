@@ -263,6 +263,32 @@ def test_what_cannot_be_clipped_is_refused() -> None:
         clip.record(module, torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("family", "wrapped", "part"), [("llama", "q_proj", "q"), ("llama", "k_proj", "k"), ("grouped", "q_proj", "q")]
+)
+def test_queries_or_keys_that_an_adapter_wraps_are_refused(family: str, wrapped: str, part: str) -> None:
+    """Without queries it was a StopIteration; without keys, logits were brought halfway back. PEFT wraps layers so."""
+    model = build_family(family)
+    for _, module in list(model.named_modules()):
+        if hasattr(module, wrapped):
+            adapted = nn.Module()
+            adapted.base_layer = getattr(module, wrapped)
+            setattr(module, wrapped, adapted)
+    with pytest.raises(ValueError, match=rf"layers\.0\.self_attn: found no weight that is known to make {part};"):
+        mm.QKClip(model)
+
+
+def test_frozen_queries_in_a_module_that_is_trained_are_refused() -> None:
+    """An optimizer does not step them, so the logits stayed above the threshold, without a word."""
+    model = build_family("grouped")
+    attention = model.get_submodule("model.layers.0.self_attn")
+    attention.requires_grad_(False)
+    mm.QKClip(model, optimizer=mm.from_model(model))  # as a frozen part of a model
+    attention.get_submodule("k_proj").requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: found a frozen parameter"):
+        mm.QKClip(model, optimizer=mm.from_model(model))
+
+
 def clip_and_step_on_tokens(model: nn.Module, optimizer: mm.Muon) -> None:
     optimizer.zero_grad()
     loss_of_tokens(model).backward()

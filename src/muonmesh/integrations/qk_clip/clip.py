@@ -45,7 +45,8 @@ class QKClip:
 
     After a step, QKClip scales the logits of each head by γ = min(1, threshold/S). It multiplies the head's rows of W_q
     and W_k, and of their biases, by √γ each. Where heads share a key, and for the rotary part of latent attention, it
-    multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out.
+    multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out. With an
+    ``optimizer``, frozen modules are left out too.
 
     All ranks that share the model call `step`. One all-reduce takes the largest S of each head over these ranks. The
     CPU does not wait for the device.
@@ -62,7 +63,8 @@ class QKClip:
 
     Raises:
         ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
-            and keys, the threshold is not above 0, or another QKClip already clips this model.
+            and keys, the threshold is not above 0, or another QKClip already clips this model; or an ``optimizer`` is
+            given, and a module that is trained has weights to scale that are frozen.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class QKClip:
         with calling("QKClip"):
             forward_facts = {} if example is None else facts_of_example(model, example, sharded=_SHARDED)
         attention_modules = attentions(model, forward_facts, stepped)
+        if muons:
+            _refuse_frozen(attention_modules)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
@@ -239,6 +243,18 @@ class QKClip:
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
             storage = storage_of(name, tensor, replicas)
             yield OptimizedParameter(name, tensor, storage, storage)
+
+
+def _refuse_frozen(attention_modules: Sequence[Attention]) -> None:
+    """Raise ValueError if weights to scale are frozen in a module that is trained; a frozen module stays as it is."""
+    for attention in attention_modules:
+        named = attention.module.named_parameters(remove_duplicate=False)
+        trained = {canonical_name(f"{attention.name}.{key}"): parameter.requires_grad for key, parameter in named}
+        for rows in attention.rows:
+            if any(trained.values()) and not trained.get(rows.name, True):
+                problem = "a frozen parameter, which optimizer= does not step, in a module that is trained"
+                needed, write = "queries and keys that are trained, or none", "Train it, or leave QKClip out"
+                raise ValueError(explain_error(rows.name, problem, needed, write))
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:

@@ -80,8 +80,8 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
     (arXiv 2507.20534).
 
     Raises:
-        ValueError: the model has no known attention module; or the logits of a module do not depend on the size of its
-            weights.
+        ValueError: the model has no known attention module; the weight of a module's queries or keys is not known; or
+            the logits of a module do not depend on the size of its weights.
     """
     projections: dict[nn.Module, list[tuple[Site, str, Any]]] = {}
     forms: dict[nn.Module, Any] = {}
@@ -107,6 +107,7 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
         heads, _ = _heads_of(owner, "q")
         if heads is None:
             _refuse_heads(first, owner, "q", None, None, first.shape[0])
+        _refuse_missing(name, owner, {part for _, attribute, _ in entries for part in _named(attribute)})
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
         query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
         result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key)))
@@ -137,13 +138,27 @@ def _refuse_norms(name: str, owner: nn.Module) -> None:
             raise ValueError(explain_error(name, fault, needed, "Leave QKClip out: the norm already bounds the logits"))
 
 
+def _refuse_missing(name: str, owner: nn.Module, parts: set[str]) -> None:
+    """Raise ValueError if the weight of queries or keys is not known, such as one that an adapter of PEFT wraps."""
+    needed_parts = ("q",) if _is_grouped(owner) else ("q", "k")  # keys that several heads share are not scaled
+    for part in needed_parts:
+        if part not in parts:
+            problem, needed = f"no weight that is known to make {part}", "plain projections of queries and keys"
+            write = "Leave QKClip out, or leave these projections without adapters"
+            raise ValueError(explain_error(name, problem, needed, write))
+
+
+def _is_grouped(owner: nn.Module) -> bool:
+    return _heads_of(owner, "k")[0] != _heads_of(owner, "q")[0]
+
+
 def _rows(site: Site, owner: nn.Module, attribute: str, form: Any) -> Iterator[LogitRows]:
     """Yield the rows of one parameter, weight or bias, that make queries and keys."""
     stored = isinstance(form, tuple) and form[0] == "transposed"
     dim = int(stored and len(site.shape) == 2)
     if len(site.shape) == 1:  # a bias is cut as the rows of its weight
         form = form[1] if stored else form
-    grouped = _heads_of(owner, "k")[0] != _heads_of(owner, "q")[0]
+    grouped = _is_grouped(owner)
     nope, rope = _said_by(owner, "qk_nope_head_dim"), _said_by(owner, "qk_rope_head_dim")
     latent = nope is not None and rope is not None
     for part, head, low, high in _heads_in(site, owner, form, _named(attribute), dim):
