@@ -429,7 +429,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (in_state(1, "step", lambda t: t.expand(2)), r"step a plain tensor of shape \(2,\)"),
     (in_state(1, "max_exp_avg_sq", lambda t: torch.zeros(5)), "'max_exp_avg_sq' in its state"),
     (lambda saved: saved["state"].update({7: saved["state"][0]}), "found state of 1 parameters that are in none"),
-    (of_torchs_muon, r"found the key 'eps'; needed 'adamw_eps'.*another optimizer.*checkpoint\.convert\("),
+    (of_torchs_muon, r"another optimizer.*found the key 'eps'; needed 'adamw_eps'.*checkpoint\.convert\("),
     (lambda saved: {"model": {}, "optimizer": saved}, NO_STATE),
     (lambda saved: {"param_groups": saved["param_groups"]}, NO_STATE),
     (lambda saved: {**saved, "param_groups": [{"lr": 0.1}]}, NO_STATE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import muonmesh as mm
@@ -19,6 +24,7 @@ from tests.support.on_ranks import on_ranks
 COVERS = (
     "comm.wrappers.group_that_averages",
     "comm.wrappers.refuse_join",
+    "comm.placing.spec_of",
 )
 
 FP32: dict[str, Any] = {"lr": 0.05, "compute_dtype": torch.float32}
@@ -86,6 +92,77 @@ def test_what_no_wrapper_averages_is_an_error(kind: str, message: str) -> None:
     wrapped(torch.ones(4, 6)).sum().backward()
     with pytest.raises(mm.LayoutError, match=message):
         optimizer.step()
+
+
+def tensor_parallel() -> tuple[nn.Module, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    return parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}), mesh
+
+
+@on_ranks(4)
+def test_replicas_of_tensor_parallelism_step_whole_matrices() -> None:
+    """DDP with ``device_mesh=`` holds DTensors by their local parts, which were orthogonalized as whole matrices."""
+    model, mesh = tensor_parallel()
+    wrapped, alone = DistributedDataParallel(model, device_mesh=mesh["data"]), net()
+    optimizer, other = (
+        mm.from_model(
+            model,
+            watch=False,
+            overrides={"2.weight": {"algorithm": "muon", "matrices": ("cols", 3, 5)}},
+            process_group=group,
+            **FP32,
+        )
+        for model, group in ((wrapped, None), (alone, "local"))
+    )
+    shapes = {row.parameter: row.matrices for row in optimizer.explain().rows}
+    assert shapes == {row.parameter: row.matrices for row in other.explain().rows}
+    whole = dict(alone.named_parameters())
+    pairs = [
+        (tensor, whole[name])
+        for group in optimizer.param_groups
+        for name, tensor in zip(group["param_names"], group["params"], strict=True)
+    ]
+
+    def part_of(value: Tensor, local: Tensor) -> Tensor:
+        spec = getattr(local, "_st_info", None)
+        return value if spec is None else distribute_tensor(value, spec.mesh, spec.placements).to_local()
+
+    for step in range(3):
+        batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + i)) for i in range(2)]
+        for batch in batches:
+            (alone(batch).square().mean() / 2).backward()
+        wrapped(batches[mesh["data"].get_local_rank()]).square().mean().backward()
+        for local, parameter in pairs:
+            gradient = part_of(parameter.grad, local)
+            torch.testing.assert_close(local.grad, gradient)
+            local.grad.copy_(gradient)  # its sums over ranks round otherwise
+        norms = [float(trained.clip_grad_norm_(math.inf)) for trained in (optimizer, other)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        for trained in (optimizer, other):
+            trained.step()
+            trained.zero_grad()
+        assert all(torch.equal(local, part_of(parameter.detach(), local)) for local, parameter in pairs)
+
+
+@pytest.mark.parametrize("composable", [False, True])
+@on_ranks(4)
+def test_a_parameter_that_its_wrapper_replaces_by_a_tensor_is_an_error(composable: bool) -> None:
+    """The wrapper takes DTensors out of the model: at once, or in the first forward."""
+    model, mesh = tensor_parallel()
+    early = mm.from_model(model, process_group=mesh["data"].get_group(), **FP32)
+    how: Any = {"device_mesh": mesh["data"]}
+    wrapped = replicate(model, **how) if composable else DistributedDataParallel(model, **how)
+    before = [p.to_local().clone() for group in early.param_groups for p in group["params"] if hasattr(p, "to_local")]
+    wrapped(torch.ones(4, 6)).sum().backward()
+    with pytest.raises(mm.LayoutError, match=r"^0.bias, 0.weight, .*no parameter, as Distributed.*device_mesh=mesh"):
+        early.step()
+    after = [p.to_local() for group in early.param_groups for p in group["params"] if hasattr(p, "to_local")]
+    assert before
+    assert all(map(torch.equal, before, after))
+    with pytest.raises(
+        ValueError, match=r"0.weight: found a DTensor in place of a parameter.*before the first forward"
+    ):
+        mm.from_model(wrapped, **FP32)
 
 
 def test_alone_there_is_nothing_to_find() -> None:

@@ -254,8 +254,10 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
             check_structure(f"{subject} of the state", {**group, **settings, "params": group["params"]})
             check_group(f"{subject} of the state", {**group, **settings})
         except (TypeError, ValueError) as error:
-            text = f"{error}. If another optimizer has saved this state, write {_CONVERT}" if foreign else str(error)
-            raise StateError(text) from None
+            if not foreign:
+                raise StateError(str(error)) from None
+            fault = f"settings of another optimizer ({error})"
+            raise StateError(explain_error("the state", fault, "those of muonmesh", f"Write {_CONVERT}")) from None
         names = list(map(canonical_name, settings.get("param_names", group["param_names"])))
         if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
             fault = "its parameters in another order in the state"

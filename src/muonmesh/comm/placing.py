@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from muonmesh.comm.layout_readers import DECLARE, read_layout
@@ -21,6 +22,16 @@ from muonmesh.errors import LayoutError, about, explain_error
 from muonmesh.layout import Declared, FlatShards, Layout, MeshLayout, Placement, Replicate, Shard
 
 OF_TORCH = (TorchReplicate, TorchShard, _StridedShard)
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec | None:
+    """Return the mesh, placements and global shape of a DTensor, or of one that a wrapper holds by its local part.
+
+    `DistributedDataParallel` with ``device_mesh=`` replaces the DTensors of tensor parallelism by plain parameters,
+    which keep the spec in ``_st_info``, and makes DTensors of them in the forward. None for all other tensors.
+    """
+    spec: DTensorSpec | None = tensor._spec if isinstance(tensor, DTensor) else getattr(tensor, "_st_info", None)
+    return spec
 
 
 def placements_of(name: str, placements: Sequence[TorchPlacement]) -> tuple[Placement, ...]:
@@ -76,13 +87,13 @@ def storage_of(name: str, tensor: Tensor, replicas: Sequence[int] | None, declar
                 )
             raise LayoutError(explain_error(name, problem, "a plain local shard", write))
         return _declared(name, tensor, entry, "layouts entry" if declared is not None else "layout reader's answer")
-    if isinstance(tensor, DTensor):
-        mesh: DeviceMesh = tensor.device_mesh
-        layout = mesh_layout(mesh, shape, placements_of(name, tensor.placements))
+    if (spec := spec_of(tensor)) is not None:
+        mesh: DeviceMesh = spec.mesh
+        layout = mesh_layout(mesh, tuple(spec.shape), placements_of(name, spec.placements))
         _check_local(name, tensor, layout)
         if replicas is not None and not set(replicas) <= set(layout.ranks):
             layout = _replicated_outside(name, layout, mesh, replicas)
-        return Storage(layout, shape, mesh, tuple(tensor.placements))
+        return Storage(layout, layout.shape, mesh, tuple(spec.placements))
     if replicas is not None:
         if len(replicas) > 1 and getattr(tensor, "tensor_model_parallel", False):
             text = "The attribute tensor_model_parallel=True says that this tensor is a shard, but process_group= "
@@ -134,7 +145,8 @@ def ranks_of(
         return entry.ranks
     if isinstance(entry, (tuple, list)) and entry and isinstance(entry[0], DeviceMesh):
         return _ranks(entry[0])
-    return _ranks(tensor.device_mesh) if isinstance(tensor, DTensor) else tuple(replicas or ())
+    spec = spec_of(tensor)
+    return tuple(replicas or ()) if spec is None else _ranks(spec.mesh)
 
 
 def shape_if_known(name: str, tensor: Tensor) -> tuple[int, ...] | None:
@@ -145,7 +157,7 @@ def shape_if_known(name: str, tensor: Tensor) -> tuple[int, ...] | None:
     """
     entry = None if isinstance(tensor, DTensor) else read_layout(name, tensor)
     if entry is None:
-        return tuple(tensor.shape)
+        return tuple((spec_of(tensor) or tensor).shape)
     if isinstance(entry, (FlatShards, MeshLayout)):
         return entry.shape
     return tuple(entry[2]) if isinstance(entry, tuple) and len(entry) == 3 else None

@@ -46,7 +46,7 @@ def facts_of_example(model: nn.Module, example: Any, *, sharded: str = _SHARDED)
     for name, weight in model.named_parameters():
         if nn.parameter.is_lazy(weight) or getattr(weight, "_is_flat_param", False):
             return {}  # `role` refuses the parameter
-        if isinstance(weight, DTensor) or hasattr(weight, "ds_shape"):
+        if isinstance(weight, DTensor) or hasattr(weight, "ds_shape") or hasattr(weight, "_st_info"):
             problem = f"example= for a model that is sharded: this process has a part of {name}"
             raise ValueError(explain_error(called("split_params"), problem, "whole weights", sharded))
     if callable(example) and not isinstance(example, Mapping | Tensor | nn.Module):

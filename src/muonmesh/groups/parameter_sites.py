@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from muonmesh.names import WRAPPERS
+from muonmesh.names import WRAPPERS, canonical_name
 
 # Plain data, nested: "whole", ("rows", 768, 768, 768), ("stack", ("transposed", "whole")), …; see docs/groups.md.
 Matrices = str | tuple[Any, ...]
@@ -111,6 +111,16 @@ def shared_sites(model: nn.Module) -> list[list[Site]]:
     return list(shared.values())
 
 
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules hold as plain attributes, neither parameters nor buffers, by canonical name."""
+    return {
+        canonical_name(f"{prefix}.{key}" if prefix else key): value
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
+
+
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside `module`, if this is a wrapper that canonical names leave out; else None."""
     for name in WRAPPERS:
@@ -129,8 +139,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter before sharding: a DTensor knows it, and ZeRO-3 keeps it in `ds_shape`."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Return the shape of a parameter before sharding.
+
+    A DTensor knows it. ZeRO-3 keeps it in `ds_shape`, and DDP over tensor parallelism in `_st_info`.
+    """
+    whole: Any = getattr(parameter, "_st_info", parameter)
+    return tuple(getattr(whole, "ds_shape", whole.shape))
 
 
 def class_chain(module: nn.Module) -> list[type]:

@@ -14,7 +14,15 @@ from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.facts import Facts
 from muonmesh.groups.known import input_output_layers
 from muonmesh.groups.param_groups import FROZEN, RESERVED, ParamGroups, check_module, refuse_untrained
-from muonmesh.groups.parameter_sites import Matrices, Role, Site, global_shape, shared_sites, unwrapped
+from muonmesh.groups.parameter_sites import (
+    Matrices,
+    Role,
+    Site,
+    global_shape,
+    shared_sites,
+    tensor_attributes,
+    unwrapped,
+)
 from muonmesh.groups.roles import by_shape, declarations, declared_by, shared_roles, without_decay
 from muonmesh.groups.watch import Watch
 from muonmesh.layout.matrix import as_tuples
@@ -188,6 +196,13 @@ def _entries(model: nn.Module, facts_by_id: Mapping[int, Facts] | None) -> tuple
     """
     layers, places = input_output_layers(model), shared_sites(model)
     _check_declarations([site for group in places for site in group])
+    for name, tensor in tensor_attributes(model).items():
+        if hasattr(getattr(tensor, "_local_tensor", tensor)._base, "_st_info"):
+            problem = (
+                "a DTensor in place of a parameter, which a forward of DistributedDataParallel(..., device_mesh=...)"
+            )
+            needed, write = "the parameter", "Make the optimizer before the first forward"
+            raise ValueError(explain_error(name, f"{problem} leaves", needed, write))
     frozen = {site.name: FROZEN for group in places for site in group if not site.parameter.requires_grad}
     trained = [group for group in places if group[0].parameter.requires_grad]
     if not trained:

@@ -10,10 +10,11 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import LayoutError, about, warn
-from muonmesh.groups.parameter_sites import parameter_sites
+from muonmesh.groups.parameter_sites import parameter_sites, tensor_attributes
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.planning import StepPlan
@@ -67,6 +68,12 @@ class IdleParameters:
             return None
         self._looked_at |= fresh
         others = {site.name: site.parameter for site in parameter_sites(model) if site.name in fresh}
+        unregistered = {name for name in fresh - others.keys() if isinstance(missing[name], DTensor)}
+        if unregistered and (replaced := sorted(unregistered & tensor_attributes(model).keys())):
+            text = "The optimizer's parameter has no gradient, and in its place the model holds a tensor that is no "
+            text += "parameter, as DistributedDataParallel leaves it over tensor parallelism. Wrap the model with "
+            text += "DistributedDataParallel(model, device_mesh=mesh[...]) before you make the optimizer"
+            return LayoutError(about(_listed(replaced), text))
         others = {name: other for name, other in others.items() if other is not missing[name]}
         self._looked_at -= others.keys()
         names = [name for name, other in others.items() if other.grad is not None]
