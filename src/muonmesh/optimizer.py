@@ -378,7 +378,8 @@ class Muon(torch.optim.Optimizer):
             wrong = clip.error or error or idle
             watch = None if settings.at_rest else runtime.watch  # such a step may only create state before a forward
             if wrong is None and watch is not None and watch.facts is not None:
-                wrong = watch.compare(groups, collected.missing, entire=len(planned.plan.ranks) == world_size())
+                entire = len(planned.plan.ranks) == world_size()
+                wrong = watch.compare(groups, collected.missing, entire=entire, warns=runtime.ranks.warns)
                 runtime.watch = None if wrong is None else watch
             flags = preflight(
                 planned, collected, settings, runtime, replicas, error=wrong, skip=clip.skip, overflow=overflow

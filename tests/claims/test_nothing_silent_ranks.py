@@ -915,3 +915,21 @@ def test_memory_that_one_rank_lacks_while_it_writes_is_an_error_on_all(workers, 
             assert message.startswith("StateError: "), message
             assert "Load model and optimizer from a checkpoint" in message
         assert rank == 0 or not unchanged  # else there was nothing to tell of
+
+
+# ------------------------------------------------------------------ warnings
+
+
+def warnings_of_rounding() -> int:
+    layers = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).bfloat16())
+    optimizer = mm.from_model(model, lr=1e-6, overrides={"2.weight": "muon"})
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).square().sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return sum("without masters" in str(warning.message) for warning in caught)
+
+
+def test_one_replica_warns_of_what_rounding_loses_on_all(workers) -> None:
+    assert workers(2).run(warnings_of_rounding, timeout=SOON) == [2, 0]

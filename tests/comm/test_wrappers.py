@@ -94,7 +94,7 @@ def test_what_no_wrapper_averages_is_an_error(kind: str, message: str) -> None:
         optimizer.step()
 
 
-def tensor_parallel() -> tuple[nn.Module, DeviceMesh]:
+def net_of_tensor_parallelism() -> tuple[nn.Module, DeviceMesh]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     return parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}), mesh
 
@@ -102,7 +102,7 @@ def tensor_parallel() -> tuple[nn.Module, DeviceMesh]:
 @on_ranks(4)
 def test_replicas_of_tensor_parallelism_step_whole_matrices() -> None:
     """DDP with ``device_mesh=`` holds DTensors by their local parts, which were orthogonalized as whole matrices."""
-    model, mesh = tensor_parallel()
+    model, mesh = net_of_tensor_parallelism()
     wrapped, alone = DistributedDataParallel(model, device_mesh=mesh["data"]), net()
     optimizer, other = (
         mm.from_model(
@@ -148,7 +148,7 @@ def test_replicas_of_tensor_parallelism_step_whole_matrices() -> None:
 @on_ranks(4)
 def test_a_parameter_that_its_wrapper_replaces_by_a_tensor_is_an_error(composable: bool) -> None:
     """The wrapper takes DTensors out of the model: at once, or in the first forward."""
-    model, mesh = tensor_parallel()
+    model, mesh = net_of_tensor_parallelism()
     early = mm.from_model(model, process_group=mesh["data"].get_group(), **FP32)
     how: Any = {"device_mesh": mesh["data"]}
     wrapped = replicate(model, **how) if composable else DistributedDataParallel(model, **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -71,8 +72,13 @@ class Watch:
         if self.facts:
             self._stop()
 
+    @property
+    def shown(self) -> str | None:
+        """A hash of what the forward showed, which ranks compare; None if it showed nothing, or there was none."""
+        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest() if self.facts else None
+
     def compare(
-        self, groups: Sequence[dict[str, Any]], missing: Collection[str], *, entire: bool
+        self, groups: Sequence[dict[str, Any]], missing: Collection[str], *, entire: bool, warns: bool = True
     ) -> LayoutError | None:
         """Compare the groups of an optimizer with what the forward showed; write what it showed into their reasons.
 
@@ -83,6 +89,7 @@ class Watch:
             groups: The param groups.
             missing: The names of parameters without a gradient.
             entire: Whether the model is known to be no pipeline stage, so that its outputs are read by no other layer.
+            warns: Whether this rank gives the warnings, if there are any.
 
         Returns:
             The error for weights that are trained by the wrong half; None if there are none.
@@ -130,10 +137,10 @@ class Watch:
         if wrong and (gained or not trained <= wrong.keys()):  # a single layer is no model: it would leave Muon nothing
             problem = _message(wrong, places, "contradicts a guess, so no weight has been changed")
             return LayoutError(about(next(iter(wrong)), problem))
-        if doubtful:
+        if doubtful and warns:
             problem = _message(doubtful, places, "did not use all that has a gradient, and other forwards may differ")
             warn(about(next(iter(doubtful)), problem))
-        if split:
+        if split and warns:
             problem = _message(split, places, "shows that fused weights are split otherwise than was guessed")
             warn(about(next(iter(split)), problem))
         return None

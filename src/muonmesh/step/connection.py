@@ -85,12 +85,14 @@ class Facts(NamedTuple):
         products: The ``kernels`` that its user set, and the compiled products that "auto" stands for there.
         machine: The number of ranks of a machine that its launcher reports.
         averages: Sums of the gradients of replicas (`added`).
+        shown: What its first training forward showed (`Watch.shown`).
     """
 
     claims: Sequence[Claim]
     products: tuple[KernelName, object]
     machine: int
     averages: Mapping[int, Sums]
+    shown: str | None
 
 
 def plan(groups: Groups, runtime: Runtime) -> StepPlan:
@@ -145,10 +147,13 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
             claims, sums = said_of_copies(planned, ranks, runtime.source if gradients else None)
             bf16 = planned.device.type == "cpu" and runtime.precision.compute == torch.bfloat16
             products = runtime.requested.kernels, auto_takes() if bf16 else None
-            facts = Facts(claims, products, runtime.ranks.machine, added(sums))
+            shown = None if runtime.watch is None else runtime.watch.shown
+            facts = Facts(claims, products, runtime.ranks.machine, added(sums), shown)
         except Exception as wrong:  # such as a lack of memory: the other ranks wait for this rank
             error = error or wrong
     facts_of = cast(dict[int, Facts], gather_objects_by_rank(facts, error, group=group))
+    forwards = {rank_facts.shown for rank_facts in facts_of.values()}
+    runtime.ranks.warns = len(forwards) > 1 or None in forwards or this_rank() == min(facts_of)
     copies = find_copies({rank: rank_facts.claims for rank, rank_facts in facts_of.items()})
     if _take_what_all_have(runtime, facts_of) or copies:
         planned, _, error = _read(groups, runtime, copies)

@@ -90,6 +90,8 @@ class Ranks:
         keepers: For each matrix with state at its owner, this owner, which stays the owner in later plans.
         wrappers: The DistributedDataParallel wrappers of the parameters, found when the plan was compared.
         compared: The plan at whose first step replicas were compared.
+        warns: Whether this rank warns of what the first training forward showed. If it showed the same on all ranks,
+            the first one does.
     """
 
     group: dist.ProcessGroup | None = None
@@ -97,6 +99,7 @@ class Ranks:
     keepers: Mapping[KnownMatrix, int] = field(default_factory=dict)
     wrappers: Sequence[weakref.ref[DistributedDataParallel]] = ()
     compared: StepPlan | None = None
+    warns: bool = True
 
 
 @dataclass

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muonmesh.comm.storage import local_of
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, about, warn
 from muonmesh.groups.parameter_sites import parameter_sites, tensor_attributes
 from muonmesh.names import patterns
 from muonmesh.numerics.rules import Rule, rule_of
+from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.planning import StepPlan
 from muonmesh.step.state_layout import Precision
 
@@ -144,12 +145,13 @@ def warn_of_rounding(planned: StepPlan, groups: Sequence[Mapping[str, Any]], pre
     """Warn if rounding loses steps of low-precision parameters, unless they have master weights.
 
     That is a part of the entries of Muon's first such parameter, or all entries of parameters of AdamW: norms near 1.
+    Of what several ranks hold whole, the first of them warns.
     """
     if precision.master is not None:
         return
     _warn_of_still(planned, groups, tell)
     for member, parameter in zip(planned.muon, planned.plan.parameters, strict=True):
-        if member is None or groups[member.group]["stochastic_rounding"] is not None:
+        if member is None or groups[member.group]["stochastic_rounding"] is not None or _is_told_elsewhere(member):
             continue
         local = local_of(member.tensor).detach()
         if local.dtype not in (torch.bfloat16, torch.float16) or not local.numel():
@@ -178,7 +180,7 @@ def _warn_of_still(planned: StepPlan, groups: Sequence[Mapping[str, Any]], tell:
         group, local = groups[member.group], local_of(member.tensor).detach()
         # The first step of a warmup is small; schedulers keep the rate that it leads to.
         rate = max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
-        low = local.dtype in (torch.bfloat16, torch.float16) and local.numel() > 0
+        low = local.dtype in (torch.bfloat16, torch.float16) and local.numel() > 0 and not _is_told_elsewhere(member)
         if low and rate > 0 and group["algorithm"] == "adamw" and group["stochastic_rounding"] is None:
             names.append(member.name)
             rates.add(rate)
@@ -197,6 +199,10 @@ def _warn_of_still(planned: StepPlan, groups: Sequence[Mapping[str, Any]], tell:
 
     if still:
         tell(torch.stack(still), say)
+
+
+def _is_told_elsewhere(member: OptimizedParameter) -> bool:
+    return member.storage.replicated and this_rank() != min(member.ranks)
 
 
 def warn_of_unsuited(
