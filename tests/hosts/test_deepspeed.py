@@ -708,6 +708,10 @@ def offload(**settings: Any) -> dict[str, Any]:
             "engine then has fp32 master weights",
         ),
         (zero(1, elastic_checkpoint=True), "muonmesh.checkpoint.load"),
+        (
+            zero(1) | {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+            "AutoEP packs several parameters into one",
+        ),
         (zero(1) | {"checkpoint": {"load_universal": True}}, "found checkpoint.load_universal=True"),
         (zero(3, offload_optimizer={"device": "nvme"}), 'Write "offload_optimizer": {"device": "cpu"}'),
         (zero(3, offload_param={"device": "nvme"}), 'Write "offload_param": {"device": "cpu"}'),

@@ -176,8 +176,9 @@ def _check_folder(
     names = {path.name for path in Path(load_dir, tag).glob("*_states.pt")}
     if not names:
         tags = sorted({path.parent.name for path in Path(load_dir).glob("*/*_states.pt")})
-        write = "Write load_checkpoint(folder, tag=...) with one of them"
-        raise FileError(explain_error(f"{load_dir}/{tag}", "no checkpoint", f"a tag of {tags}", write))
+        needed = f"a tag of {tags}" if tags else "the folder that save_checkpoint was given"
+        write = "Write load_checkpoint(folder, tag=...) with a tag that is there"
+        raise FileError(explain_error(f"{load_dir}/{tag}", "no checkpoint", needed, write))
     whole = load_optimizer_states and not load_module_only
     needed_files, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
     if engine.zero_optimization():

@@ -50,6 +50,10 @@ _REFUSED: Refusals = {
         (False,),
         "Remove it; the engine then has fp32 master weights. Only DeepSpeed's Adam steps fp16 master weights",
     ),
+    "expert_parallel.enabled": (
+        (False,),
+        "Remove it, or build the model with layers of deepspeed.moe: AutoEP packs several parameters into one",
+    ),
     "checkpoint.load_universal": ((False,), _DROPS),
     f"{_ZERO}.elastic_checkpoint": ((False,), _DROPS),
     f"{_ZERO}.cpu_offload": ((False,), 'Write "offload_optimizer": {"device": "cpu"}'),
