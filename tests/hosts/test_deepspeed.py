@@ -311,7 +311,7 @@ def test_a_schedule_of_groups_with_one_rate_needs_no_lr(pools: dict[int, Pool]) 
     assert reached == pytest.approx([0.05] * len(reached))
 
 
-def two_rates(scheduler: dict[str, Any], lr: float | None = None) -> torch.optim.lr_scheduler.LRScheduler:
+def schedule_of_two_groups(scheduler: dict[str, Any], lr: float | None = None) -> torch.optim.lr_scheduler.LRScheduler:
     """A scheduler of a config for an optimizer of two groups with the rates 0.02 and 0.001."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.02, 0.001)]
     make = take_scheduler({"scheduler": scheduler}, lr)
@@ -324,13 +324,15 @@ def test_a_floor_that_is_one_number_is_refused_for_groups_of_different_rates() -
     """It was taken for each group: a rate of 0.001 would rise to 0.01."""
     floor = {"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 0.01}}
     with pytest.raises(ValueError, match=r"^config: found eta_min=0.01 for groups .*cos_min_ratio"):
-        two_rates(floor, 0.02)
-    assert two_rates({"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 0}}).get_last_lr() == [0.02, 0.001]
+        schedule_of_two_groups(floor, 0.02)
+    assert schedule_of_two_groups(
+        {"type": "CosineAnnealingLR", "params": {"T_max": 5, "eta_min": 0}}
+    ).get_last_lr() == [0.02, 0.001]
 
 
 def test_rates_of_0_need_no_lr() -> None:
     """They are for any group. ReduceLROnPlateau was refused for its default ``min_lr`` of 0."""
-    assert two_rates({"type": "ReduceLROnPlateau", "params": None}).get_last_lr() == [0.02, 0.001]
+    assert schedule_of_two_groups({"type": "ReduceLROnPlateau", "params": None}).get_last_lr() == [0.02, 0.001]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
