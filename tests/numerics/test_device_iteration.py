@@ -14,10 +14,9 @@ from torch import Tensor
 
 from muonmesh.comm.views import by_shape
 from muonmesh.numerics.coefficients import CoefficientName
-from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
-from muonmesh.numerics.working_memory import WorkingMemory
+from muonmesh.numerics.working_memory import PlacedBatch, WorkingMemory
 from tests.support.device_form import TABLES, by_device_iteration
 from tests.support.tensors import relative_error
 
@@ -148,12 +147,11 @@ def test_in_one_memory_a_matrix_has_the_bits_that_it_has_in_others(lengths: tupl
         layout = replace(form.needs, one_by_one=one_by_one).layout(shapes)
         assert layout is not None
         memory = torch.full((layout.numel,), torch.nan, dtype=torch.bfloat16)
-        x, out = (layout.views(memory, start) for start in (layout.matrices(0), layout.results))
-        for view, matrices in zip(x, inputs, strict=True):
+        placed = PlacedBatch(memory, layout)
+        for view, matrices in zip(placed.matrices(0), inputs, strict=True):
             view.copy_(matrices)
-        iteration = DeviceIteration(form.prepared, form.segments, TABLES["triton"], form.dtype)
-        iteration.run(x, out, overwrite=True, memory=memory, layout=layout)
-        for results, matrices in zip(out, inputs, strict=True):
+        form.iteration(TABLES["triton"]).run_in_place(placed)
+        for results, matrices in zip(placed.results, inputs, strict=True):
             assert results.isfinite().all()
             assert torch.equal(results, by_device_iteration(matrices, **options))
 

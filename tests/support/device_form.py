@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Coefficients
-from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer
@@ -76,7 +75,7 @@ def by_device_iteration(
     )
     out = [torch.empty_like(matrices) for matrices in (*others, x)]
     alone = [torch.empty_like(matrices) for matrices in others]
-    iteration = DeviceIteration(form.prepared, form.segments, table, form.dtype)
+    iteration = form.iteration(table)
     for matrices, into in zip(others, alone, strict=True):
         iteration.run([matrices.clone()], [into], overwrite=overwrite)
     iteration.run([*others, x], out, overwrite=overwrite)

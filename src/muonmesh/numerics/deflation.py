@@ -46,13 +46,13 @@ class Deflation:
     Attributes:
         vectors: How many of the largest singular values are reduced to the smallest among them.
         finish: Polynomials that are applied last if the result is not yet near its polar factor.
-        by_table: Whether a device takes three other polynomials, which follow for each matrix from how far the bound of
-            its largest singular value fell (`muonmesh.numerics.device_deflation`).
+        has_table: Whether a device may take three other polynomials, which follow for each matrix from how far the
+            bound of its largest singular value fell (`muonmesh.numerics.device_deflation`).
     """
 
     vectors: int = 64
     finish: tuple[tuple[float, ...], ...] = ()
-    by_table: bool = False
+    has_table: bool = False
 
     def falls_short(self, x: Tensor, loaded: Tensor, norm: Tensor) -> bool:
         """Return whether a result needs `finish`, for one matrix on a CPU; False if it is not finite.

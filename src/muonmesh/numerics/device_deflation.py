@@ -8,7 +8,7 @@ table on the device (`factor_by_table`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, log2, prod
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from muonmesh.numerics.coefficients import Polynomial, coefficient_schedule
 from muonmesh.numerics.deflation import keep_on, probe
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.product_table import Number
+from muonmesh.numerics.working_memory import Squares
 
 FIRST_GRAM = 2.0**14
 """What the first Gram matrix is multiplied by: its singular values are at most 1, and most are far below it."""
@@ -78,18 +79,6 @@ _FALLS = tuple(5 * 2.4 ** (row / 11) for row in range(1, 12))
 """By how much the bound of the largest singular value must have fallen for each row but the first: 1000·l."""
 
 
-class Squares:
-    """Memory for squares of a batch of matrices, which is used again: (count, rows, rows)."""
-
-    def __init__(self, count: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = (count, rows, rows), dtype, device
-        self.free: list[Tensor] = []
-
-    def take(self) -> Tensor:
-        """Return memory that is free."""
-        return self.free.pop() if self.free else torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-
 def joint_factor(
     multiply: Callable[..., Tensor],
     r: Tensor,
@@ -106,7 +95,7 @@ def joint_factor(
 
     Args:
         multiply: `Matmuls.multiply`.
-        r: The Gram matrix times ``gram``. It is overwritten, and given to ``squares`` in the end.
+        r: The Gram matrix times ``gram``. Its memory gets the result.
         steps: The steps of it, with leads that are ``unit``/``gram`` times as large.
         squares: Memory.
         gram, unit: Powers of two.
@@ -117,26 +106,32 @@ def joint_factor(
         z = multiply(r, r, ((r, step.u),), squares.take(), 1 / gram, 1.0 if step.w is not None else step.lead)
         if step.w is not None:
             h, z = z, multiply(z, z, ((z, step.w), (r, step.t)), squares.take(), 1 / gram, step.lead)
-            squares.free.append(h)
+            squares.give(h)
         before, product = product, z
-        if number == 2:  # the first is without its identity: (1 + Z)(1 + Z₁)
-            terms = ((before, 1.0), (z, 1.0))
-            product = multiply(z, before, terms, squares.take(), 1 / unit, symmetric=not last, identity=unit)
-        elif before is not None:
-            product = multiply(z, before, ((before, 1.0),), squares.take(), 1 / unit, symmetric=not last)
-        squares.free += () if before is None else (before,)
+        if before is not None:
+            # The first is without its identity: (1 + Z)(1 + Z₁).
+            terms = ((before, 1.0), (z, 1.0)) if number == 2 else ((before, 1.0),)
+            more = {"symmetric": not last, "identity": unit if number == 2 else 0.0}
+            product = multiply(z, before, terms, r if last else squares.take(), 1 / unit, **more)
+            squares.give(before)
         if not last:
             half = multiply(z, r, ((r, 1.0),), squares.take(), 1 / unit)
             multiply(z, half, ((half, 1.0),), r, 1 / unit, step.growth)
-            squares.free.append(half)
-        squares.free += () if before is None else (z,)
-    squares.free.append(r)
+            squares.give(half)
+        if before is not None:
+            squares.give(z)
     assert product is not None
     return product
 
 
-def deflate(x: Tensor, inverse: Tensor, out: Tensor, vectors: int, matmuls: Matmuls) -> None:
-    """Write matrices with their largest singular values brought down.
+def deflate(
+    x: Sequence[Tensor],
+    inverse: Tensor,
+    vectors: int,
+    matmuls: Matmuls,
+    memory: Callable[[Sequence[int], torch.dtype], Tensor],
+) -> None:
+    """Bring down the largest singular values of matrices, in place.
 
     As in `muonmesh.numerics.deflation`, Y = X Xᵀ Ω, Q is a basis of Y's columns, and Q Qᵀ X = U S Vᵀ. Here X becomes
     X − X V (1 − f(S)/S) Vᵀ, where f(S)/S = 1 − (1 − R²)(1 − R/2) with R = (1 + S²/τ²)^-½: small values stay, and large
@@ -146,45 +141,53 @@ def deflate(x: Tensor, inverse: Tensor, out: Tensor, vectors: int, matmuls: Matm
     Whatever Q is, no singular value grows, because X is multiplied by a contraction.
 
     Args:
-        x: The matrices, (batch, rows, cols), rows ≤ cols, with norms in [2¹², 2¹³).
-        inverse: The inverses of their norms, (batch, 1, 1).
-        out: Memory for the results, as x.
+        x: The matrices, for each shape (batch, rows, cols), rows ≤ cols, with norms in [2¹², 2¹³). The rows are alike.
+        inverse: The inverses of the norms of all matrices, (matrices, 1, 1).
         vectors: The number of values to bring down, at most the number of rows.
         matmuls: The products.
+        memory: Returns memory of a shape and dtype (`working_memory.deflation_at_once`).
     """
-    multiply, (batch, rows, cols) = matmuls.multiply, x.shape
-    exact = torch.promote_types(x.dtype, torch.float32)
-    squares = Squares(batch, vectors, exact, x.device)
+    multiply, counts, (_, rows, _), dtype = matmuls.multiply, list(map(len, x)), x[0].shape, x[0].dtype
+    exact, number = torch.promote_types(dtype, torch.float32), sum(counts)
+    squares = Squares(lambda: memory((number, vectors, vectors), exact))
 
-    def memory(*shape: int, dtype: torch.dtype = exact) -> Tensor:
-        return torch.empty(batch, *shape, dtype=dtype, device=x.device)
+    def by_shape(*batches: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(x, thin, *(torch.split(batch, counts) for batch in batches), strict=True)
 
     # No entry of Ω X is more than √rows times the norm.
-    signs, thin = probe(x, vectors).expand(batch, -1, -1), memory(vectors, cols, dtype=x.dtype)
-    multiply(signs, x, (), thin, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
-    y = multiply(thin, x.mT, (), memory(vectors, rows), symmetric=False)
-    once = _whitened(y, _FROM_SHIFT, memory(vectors, rows), squares, matmuls)
-    basis = _whitened(once, _FROM_FLOOR, memory(vectors, rows, dtype=x.dtype), squares, matmuls)
-    inside = multiply(basis, x, (), thin, symmetric=False)
-    gram = multiply(inside, None, (), squares.take(), _UNIT**2)
-    captured, largest = norm_of(inside, matmuls).mul(_UNIT).square(), norm_of(gram, matmuls)
-    outside = inverse.reciprocal().mul(_UNIT).square().sub(captured).clamp_min(0.0)
+    signs, thin = probe(x[0], vectors), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
+    y, once = (memory((number, vectors, rows), exact) for _ in range(2))
+    basis, gram = memory((number, vectors, rows), dtype), squares.take()
+    for part, short, into in by_shape(y):
+        multiply(signs.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
+        multiply(short, part.mT, (), into, symmetric=False)
+    _whiten(y, _FROM_SHIFT, once, squares, matmuls)
+    _whiten(once, _FROM_FLOOR, basis, squares, matmuls)
+    for part, short, q, into in by_shape(basis, gram):
+        multiply(q, part, (), short, symmetric=False)
+        multiply(short, None, (), into, _UNIT**2)
+    norms = [norm_of(short, matmuls) for short in thin]
+    captured = (torch.cat(norms) if len(norms) > 1 else norms[0]).mul(_UNIT).square()
+    largest, outside = norm_of(gram, matmuls), inverse.reciprocal().mul(_UNIT).square().sub(captured).clamp_min(0.0)
     target = torch.maximum(outside.mul(2.25 / max(1, rows - vectors)), captured.mul(0.01 / vectors))
     target = torch.maximum(target, largest.mul(_FLOOR**2))
     # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
     bound = largest.div(target).add(1.0)
-    r = torch.mul(gram, bound.mul(target).reciprocal(), out=squares.take())
+    r = gram.mul_(bound.mul(target).reciprocal())
     r.diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])
     root, slope = joint_factor(multiply, r, [_step(p) for p in _FROM_FLOOR], squares), _slope(_FROM_FLOOR)
     square = multiply(root, root, (), squares.take(), slope**2, bound.reciprocal())
     middle = squares.take()
     multiply(square, root, ((square, bound.sqrt()),), middle, -slope / 2, bound.sqrt().mul(target).reciprocal())
-    turned = multiply(x, inside.mT, (), memory(rows, vectors), _UNIT**2, symmetric=False)
-    turned = multiply(turned, middle, (), memory(rows, vectors, dtype=x.dtype), symmetric=False)
-    multiply(turned, inside, ((x, 1.0),), out, -1.0, symmetric=False)
+    turned, narrow = y.view(number, rows, vectors), basis.view(number, rows, vectors)
+    for part, short, into in by_shape(turned):
+        multiply(part, short.mT, (), into, _UNIT**2, symmetric=False)
+    multiply(turned, middle, (), narrow, symmetric=False)
+    for part, short, left in by_shape(narrow):
+        multiply(left, short, ((part, 1.0),), part, -1.0, symmetric=False)
 
 
-def _whitened(y: Tensor, polynomials: Sequence[Polynomial], out: Tensor, squares: Squares, matmuls: Matmuls) -> Tensor:
+def _whiten(y: Tensor, polynomials: Sequence[Polynomial], out: Tensor, squares: Squares, matmuls: Matmuls) -> None:
     """Write an orthonormal basis of the rows of Y, (Y Yᵀ)^-½ Y, to ``out``; Y is overwritten.
 
     Of directions that are far smaller than the others it has less than their whole length.
@@ -192,9 +195,8 @@ def _whitened(y: Tensor, polynomials: Sequence[Polynomial], out: Tensor, squares
     y.mul_(norm_of(y, matmuls).reciprocal())
     r = matmuls.multiply(y, None, (), squares.take(), identity=_SHIFT)
     root = joint_factor(matmuls.multiply, r, [_step(p) for p in polynomials], squares)
-    result = matmuls.multiply(root, y, (), out, _slope(polynomials), symmetric=False)
-    squares.free.append(root)
-    return result
+    matmuls.multiply(root, y, (), out, _slope(polynomials), symmetric=False)
+    squares.give(root)
 
 
 def _step(p: Polynomial) -> Step:
@@ -223,13 +225,13 @@ def factor_by_table(r: Tensor, squares: Squares, matmuls: Matmuls) -> tuple[Tens
     deflation, and says which row of the table a matrix takes.
 
     Args:
-        r: Gram matrices of X/ν, times `FIRST_GRAM`; overwritten, and given to ``squares`` in the end.
+        r: Gram matrices of X/ν, times `FIRST_GRAM`. Their memory gets the result.
         squares: Memory.
         matmuls: The products.
     """
     square = matmuls.multiply(r, r, (), squares.take(), 1 / FIRST_GRAM)
     bound = norm_of(square, matmuls).mul(FIRST_GRAM).sqrt()  # n² · FIRST_GRAM
-    squares.free.append(square)
+    squares.give(square)
     fell = bound.div(FIRST_GRAM).rsqrt()
     falls = keep_on(fell, "falls", lambda: torch.tensor(_FALLS, dtype=fell.dtype, device="cpu"))
     table = keep_on(fell, "table", lambda: torch.tensor(_TABLE, dtype=fell.dtype, device="cpu"))
