@@ -11,6 +11,7 @@ a plain product (docs/internals/numerics.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import ceil, log2, prod
 
 import torch
@@ -133,6 +134,9 @@ class DeviceIteration:
             iterates.load(x, self._matmuls.normalize)
         if self._deflated:
             self._deflate()
+        x, count = self._iterates[0].x, sum(self._counts)
+        # No method of this object, or it and the memory of the batch would live until Python looks for cycles.
+        self._new_square = partial(torch.empty, (count, x.shape[1], x.shape[1]), dtype=self._dtype, device=x.device)
         self._squares = Squares(self._new_square)
         self._begin(0)
         if self._deflated and not self._by_table:
@@ -160,11 +164,6 @@ class DeviceIteration:
         """Begin with the memory that squares have after so many products X ← Q X."""
         if self._placed is not None:
             self._squares = Squares(self._new_square, self._placed.squares(product_number))
-
-    def _new_square(self) -> Tensor:
-        """Return new memory for a square of each matrix, (matrices, rows, rows)."""
-        x = self._iterates[0].x
-        return torch.empty(sum(self._counts), x.shape[1], x.shape[1], dtype=self._dtype, device=x.device)
 
     def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
         """Iterate over the shapes, each with its part of what there is for each matrix."""
