@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from muonmesh.layout import cost
 from muonmesh.numerics import device_deflation
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientSet, factored
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.numerics.device_deflation import Squares, Step, deflate, joint_factor, norm_of
+from muonmesh.numerics.device_deflation import Step, deflate, joint_factor, norm_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 from muonmesh.numerics.normalize import normalize
+from muonmesh.numerics.working_memory import Squares
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.simulated import SimulatedDevice
 from tests.support.device_form import TABLES, by_device_iteration
@@ -44,12 +47,16 @@ def like_momentum(rows: int = 384) -> Tensor:
     return number**-1.5 + 0.003 * (1 - number / (rows + 40))
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
 def brought_down(x: Tensor, table: Matmuls) -> tuple[Tensor, Tensor]:
     """Matrices, (batch, rows, cols), as `deflate` is given them and as it leaves them."""
     loaded = torch.empty(x.shape, dtype=torch.float16)
     inverse, _ = normalize(x, loaded)
-    out = torch.empty_like(loaded)
-    deflate(loaded, inverse, out, VECTORS, table)
+    out = loaded.clone()
+    deflate([out], inverse, VECTORS, table, empty)
     return loaded.double(), out.double()
 
 
@@ -98,8 +105,10 @@ def test_a_joint_factor_is_the_polynomials_one_after_the_other() -> None:
     lead, u, w, t = factored(nine)
     several = torch.tensor([1.0, 0.5], dtype=torch.float64)[:, None, None]
     steps = [Step(-1.5, 0.4 * several, 4.0 * several, w=None), Step(u * several, lead, 2.0, w=w, t=t), Step(-1.5, 0.4)]
-    multiply, squares = TABLES["torch"].multiply, Squares(2, 8, torch.float64, x.device)
-    found = joint_factor(multiply, x @ x.mT, steps, squares)
+    multiply, squares = TABLES["torch"].multiply, Squares(partial(torch.empty, 2, 8, 8, dtype=torch.float64))
+    gram = x @ x.mT
+    found = joint_factor(multiply, gram, steps, squares)
+    assert found is gram
     assert len(squares.free) == 3
     for number, matrix in enumerate(x):
         r, product, share = matrix @ matrix.mT, torch.eye(8, dtype=torch.float64), float(several[number, 0, 0])
@@ -158,7 +167,7 @@ def test_where_the_table_is_taken() -> None:
     for options in ({"steps": 4}, {"method": "standard"}, {"dtype": torch.float32}):
         form = form_of(**options)
         assert [3, 5, 5] not in form.degrees
-        assert form.prepared.deflation == Deflation()
+        assert form.deflated == 64
     x = with_values(like_momentum(), 400)
     exact = orthogonalize(x, coefficients="polar_express", steps=9, dtype=torch.float64).double()
     for dtype in (torch.float32, torch.float64):

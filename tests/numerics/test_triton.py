@@ -514,11 +514,12 @@ def deflated_by_products() -> tuple[float, list[bool]]:
     u, _, vh = torch.linalg.svd(torch.randn(40, 56, dtype=torch.float64), full_matrices=False)
     x = ((u * torch.where(torch.arange(40) < 3, 1.0, 0.01)) @ vh).to(BF16)[None]
     x = torch.cat([torch.zeros_like(x), x])
-    table, out = triton_products(batch_limit=2), torch.empty_like(x, dtype=FP16)
-    loaded, alone = torch.empty_like(out), torch.empty_like(out[1:])
+    table, loaded = triton_products(batch_limit=2), torch.empty_like(x, dtype=FP16)
     inverse, _ = triton.normalize(x, loaded)
-    deflate(loaded, inverse, out, 8, table)
-    deflate(loaded[1:], inverse[1:], alone, 8, table)
+    out, alone = loaded.clone(), loaded[1:].clone()
+    memory = lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype)  # noqa: E731
+    deflate([out], inverse, 8, table, memory)
+    deflate([alone], inverse[1:], 8, table, memory)
     values = [torch.linalg.svdvals(matrix[1].double()) for matrix in (loaded, out)]
     return float(values[1][0] / values[0][0]), [torch.equal(alone, out[1:]), not out[0].any()]
 

@@ -9,6 +9,8 @@ table on the device (`factor_by_table`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2, prod
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from muonmesh.numerics.coefficients import Polynomial, coefficient_schedule
 from muonmesh.numerics.deflation import keep_on, probe
 from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.kernels.product_table import Number
+from muonmesh.numerics.kernels.product_table import SMALL_ROWS, Number, SquareFunctions
 from muonmesh.numerics.working_memory import Squares
 
 FIRST_GRAM = 2.0**14
@@ -149,36 +151,24 @@ def deflate(
     """
     multiply, counts, (_, rows, _), dtype = matmuls.multiply, list(map(len, x)), x[0].shape, x[0].dtype
     exact, number = torch.promote_types(dtype, torch.float32), sum(counts)
-    squares = Squares(lambda: memory((number, vectors, vectors), exact))
+    signs, thin = probe(x[0], vectors), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
+    y, once = (memory((number, vectors, rows), exact) for _ in range(2))
+    basis, gram = memory((number, vectors, rows), dtype), memory((number, vectors, vectors), exact)
+    functions = _Functions.of(matmuls, gram, memory)
 
     def by_shape(*batches: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(x, thin, *(torch.split(batch, counts) for batch in batches), strict=True)
 
-    # No entry of Ω X is more than √rows times the norm.
-    signs, thin = probe(x[0], vectors), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
-    y, once = (memory((number, vectors, rows), exact) for _ in range(2))
-    basis, gram = memory((number, vectors, rows), dtype), squares.take()
-    for part, short, into in by_shape(y):
+    for part, short, into in by_shape(y):  # no entry of Ω X is more than √rows times the norm
         multiply(signs.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
         multiply(short, part.mT, (), into, symmetric=False)
-    _whiten(y, _FROM_SHIFT, once, squares, matmuls)
-    _whiten(once, _FROM_FLOOR, basis, squares, matmuls)
+    for batch, polynomials, into in ((y, _FROM_SHIFT, once), (once, _FROM_FLOOR, basis)):
+        multiply(batch, None, (), gram)
+        multiply(functions.whiten(gram, polynomials), batch, (), into, symmetric=False)
     for part, short, q, into in by_shape(basis, gram):
         multiply(q, part, (), short, symmetric=False)
         multiply(short, None, (), into, _UNIT**2)
-    norms = [norm_of(short, matmuls) for short in thin]
-    captured = (torch.cat(norms) if len(norms) > 1 else norms[0]).mul(_UNIT).square()
-    largest, outside = norm_of(gram, matmuls), inverse.reciprocal().mul(_UNIT).square().sub(captured).clamp_min(0.0)
-    target = torch.maximum(outside.mul(2.25 / max(1, rows - vectors)), captured.mul(0.01 / vectors))
-    target = torch.maximum(target, largest.mul(_FLOOR**2))
-    # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
-    bound = largest.div(target).add(1.0)
-    r = gram.mul_(bound.mul(target).reciprocal())
-    r.diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])
-    root, slope = joint_factor(multiply, r, [_step(p) for p in _FROM_FLOOR], squares), _slope(_FROM_FLOOR)
-    square = multiply(root, root, (), squares.take(), slope**2, bound.reciprocal())
-    middle = squares.take()
-    multiply(square, root, ((square, bound.sqrt()),), middle, -slope / 2, bound.sqrt().mul(target).reciprocal())
+    middle = functions.soften(gram, inverse, rows)
     turned, narrow = y.view(number, rows, vectors), basis.view(number, rows, vectors)
     for part, short, into in by_shape(turned):
         multiply(part, short.mT, (), into, _UNIT**2, symmetric=False)
@@ -187,16 +177,71 @@ def deflate(
         multiply(left, short, ((part, 1.0),), part, -1.0, symmetric=False)
 
 
-def _whiten(y: Tensor, polynomials: Sequence[Polynomial], out: Tensor, squares: Squares, matmuls: Matmuls) -> None:
-    """Write an orthonormal basis of the rows of Y, (Y Yᵀ)^-½ Y, to ``out``; Y is overwritten.
+@dataclass(frozen=True)
+class _Functions:
+    """Functions of Gram matrices, (matrices, vectors, vectors), that replace them.
 
-    Of directions that are far smaller than the others it has less than their whole length.
+    Attributes:
+        matmuls: The products.
+        launches: What does each in one launch; None: products do.
+        room: Memory for three squares of each matrix.
     """
-    y.mul_(norm_of(y, matmuls).reciprocal())
-    r = matmuls.multiply(y, None, (), squares.take(), identity=_SHIFT)
-    root = joint_factor(matmuls.multiply, r, [_step(p) for p in polynomials], squares)
-    matmuls.multiply(root, y, (), out, _slope(polynomials), symmetric=False)
-    squares.give(root)
+
+    matmuls: Matmuls
+    launches: SquareFunctions | None
+    room: Tensor
+
+    @staticmethod
+    def of(matmuls: Matmuls, gram: Tensor, memory: Callable[[Sequence[int], torch.dtype], Tensor]) -> _Functions:
+        """Return the functions for such matrices."""
+        number, vectors, _ = gram.shape
+        launches = matmuls.of_squares if vectors <= SMALL_ROWS and gram.dtype == torch.float32 else None
+        side = vectors if launches is None else SMALL_ROWS
+        return _Functions(matmuls, launches, memory((3, number, side, side), gram.dtype))
+
+    def whiten(self, gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+        """Make (Y Yᵀ)^-½ of Y Yᵀ, so that its product with Y has orthonormal rows.
+
+        Of directions that are far smaller than the others it leaves less than their whole length.
+        """
+        slope = _slope(polynomials)
+        if self.launches is not None:
+            self.launches.whiten(gram, self.room, _SHIFT, slope, _numbers(polynomials))
+            return gram
+        trace = self._trace(gram)
+        gram.mul_(trace.reciprocal()).diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+        return self._joint_factor(gram, polynomials).mul_(trace.rsqrt().mul_(slope))
+
+    def soften(self, gram: Tensor, inverse: Tensor, rows: int) -> Tensor:
+        """Make (1 − f(S)/S)/S² of S² (`deflate`), which is multiplied by `_UNIT`², for matrices of so many rows."""
+        vectors, slope = gram.shape[1], _slope(_FROM_FLOOR)
+        shares = 2.25 / max(1, rows - vectors), 0.01 / vectors, _FLOOR**2
+        if self.launches is not None:
+            self.launches.soften(gram, inverse, self.room, _UNIT, slope, shares, _numbers(_FROM_FLOOR))
+            return gram
+        multiply, captured, largest = self.matmuls.multiply, self._trace(gram), norm_of(gram, self.matmuls)
+        outside = inverse.reciprocal().mul(_UNIT).square().sub(captured)
+        target = torch.maximum(outside.mul(shares[0]), captured.mul(shares[1]))
+        target = torch.maximum(target, largest.mul(shares[2]))
+        # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
+        bound = largest.div(target).add(1.0)
+        gram.mul_(bound.mul(target).reciprocal()).diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])
+        root, (square, middle, _) = self._joint_factor(gram, _FROM_FLOOR), self.room
+        multiply(root, root, (), square, slope**2, bound.reciprocal())
+        terms = ((square, bound.sqrt()),)
+        return multiply(square, root, terms, middle, -slope / 2, bound.sqrt().mul(target).reciprocal())
+
+    def _joint_factor(self, gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+        squares = Squares(partial(torch.empty_like, gram), free=self.room.unbind())
+        return joint_factor(self.matmuls.multiply, gram, [_step(p) for p in polynomials], squares)
+
+    def _trace(self, gram: Tensor) -> Tensor:
+        return norm_of(gram.diagonal(dim1=-2, dim2=-1).sqrt()[:, None], self.matmuls).square()
+
+
+def _numbers(polynomials: Sequence[Polynomial]) -> tuple[float, ...]:
+    """Return u, lead and growth of the steps of quintics, one step after the other."""
+    return tuple(number for p in polynomials for number in (p[1] / p[2], p[2] / p[0], p[0] ** 2))
 
 
 def _step(p: Polynomial) -> Step:

@@ -163,7 +163,8 @@ class DeviceIteration:
     def _begin(self, product_number: int) -> None:
         """Begin with the memory that squares have after so many products X ← Q X."""
         if self._placed is not None:
-            self._squares = Squares(self._new_square, self._placed.squares(product_number))
+            lasting, *free = self._placed.squares(product_number)
+            self._squares = Squares(self._new_square, free, lasting)
 
     def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
         """Iterate over the shapes, each with its part of what there is for each matrix."""

@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from muonmesh.numerics.kernels.product_table import SMALL_ROWS
+
 BatchShape = Sequence[tuple[int, int, int]]
 """The matrices of a batch: for each shape their number, rows and cols, rows ≤ cols; all have equally many rows."""
 
@@ -138,23 +140,22 @@ class Squares:
 
     Args:
         make: Returns more memory.
-        places: All memory, so that no more is made. The first of it is taken for what stays while X moves, only.
+        free: Memory that is free.
+        lasting: Memory for what stays while X moves, which is taken for nothing else; None: any is.
     """
 
-    def __init__(self, make: Callable[[], Tensor], places: Sequence[Tensor] = ()) -> None:
-        self._make = make
-        self._lasting = places[0] if places else None
-        self._free, self._limited = list(places[1:]), bool(places)
+    def __init__(self, make: Callable[[], Tensor], free: Sequence[Tensor] = (), lasting: Tensor | None = None) -> None:
+        self._make, self._lasting, self.free = make, lasting, list(free)
 
     def take(self, *, lasts: bool = False) -> Tensor:
         """Return memory that is free; ``lasts``: it stays while X moves, and nothing else that is needed then is."""
         if lasts and self._lasting is not None:
             return self._lasting
-        return self._free.pop() if self._free or self._limited else self._make()
+        return self.free.pop() if self.free else self._make()
 
     def give(self, *squares: Tensor) -> None:
         """Give memory back."""
-        self._free += (square for square in squares if square is not self._lasting)
+        self.free += (square for square in squares if square is not self._lasting)
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,10 @@ def squares_of(shapes: BatchShape) -> int:
 def deflation_at_once(shapes: BatchShape, vectors: int) -> int:
     """Return how many elements of 2 bytes deflation needs for a batch (`device_deflation.deflate`); 0 without vectors.
 
-    For each matrix that is the probe's product; three of its products with X, two of them in fp32; and four squares.
+    For each matrix that is a thin product of X's; three transposed ones, two of them in fp32; and four squares.
     """
-    numel = sum(count * (cols + 5 * rows + 8 * vectors) * vectors for count, rows, cols in shapes)
+    squares = 2 * vectors**2 + 6 * max(vectors, SMALL_ROWS) ** 2 if vectors else 0
+    numel = sum(count * ((cols + 5 * rows) * vectors + squares) for count, rows, cols in shapes)
     return -(-numel // _ALIGNMENT) * _ALIGNMENT + bool(vectors) * _ALIGNMENT * (len(shapes) + 7)
 
 

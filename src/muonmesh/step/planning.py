@@ -290,6 +290,13 @@ def widened(planned: StepPlan, views: Sequence[View], ranks: Sequence[int], plan
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
+def flops_of(rule: Rule, resolved: Orthogonalizer) -> int:
+    """Return the FLOPs of a rule and its orthogonalization for a matrix; without one it makes two passes over it."""
+    rows, cols, form = resolved.rows, resolved.cols, {"on_device": resolved.on_device, "one_gram": resolved.whole}
+    work = cost(rows, cols, degrees=resolved.degrees, deflated=resolved.deflated, **form)
+    return rule.flops(rows, cols) + (work if rule.orthogonalizes else 2 * rows * cols)
+
+
 def set_for(
     group: Mapping[str, Any], matrices: Iterable[Matrix], device: torch.device, precision: Precision
 ) -> Coefficients:
@@ -322,10 +329,7 @@ def _parameter(
                 device=device,
                 in_place=rule.orthogonalizes and not rule.sees_direction,
             )
-        form: Any = {"one_gram": resolved.whole, "deflated": resolved.deflated, "on_device": resolved.on_device}
-        iteration_flops = cost(*shape, degrees=resolved.degrees, **form)
-        # Without orthogonalization a rule makes one or two passes over the elements.
-        flops[shape] = rule.flops(*shape) + (iteration_flops if rule.orthogonalizes else 2 * math.prod(shape))
+        flops[shape] = flops_of(rule, resolved)
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"

@@ -47,8 +47,6 @@ from muonmesh.step.planning import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 from muonmesh.tools.forecasts.step_memory import step_memory
 
-COEFFICIENTS: CoefficientName = "polar_express"
-STEPS = 5
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
@@ -57,8 +55,9 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 # and for each shape in it.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 10, 2, 4
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET = 3, 3
-KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7, "standard": 13}
-PLAIN_PRODUCTS = {"gram": 1, "standard": 4}  # of a shape; large ones are torch's, one launch for each matrix
+KERNELS_OF_A_BATCH = {"gram": 14, "standard": 5, "deflated": 22}
+KERNELS_OF_A_SHAPE = {"gram": 7, "standard": 13, "deflated": 12}
+PLAIN_PRODUCTS = {"gram": 1, "standard": 4, "deflated": 0}  # of a shape; large ones are torch's, one launch for each matrix
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
 VIEWS_IN_ONE_MEMORY = 45, 7  # more: of a batch that shares a memory with its results; of torch's products then
