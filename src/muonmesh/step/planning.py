@@ -290,11 +290,12 @@ def widened(planned: StepPlan, views: Sequence[View], ranks: Sequence[int], plan
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
-def flops_of(rule: Rule, resolved: Orthogonalizer) -> int:
-    """Return the FLOPs of a rule and its orthogonalization for a matrix; without one it makes two passes over it."""
-    rows, cols, form = resolved.rows, resolved.cols, {"on_device": resolved.on_device, "one_gram": resolved.whole}
-    work = cost(rows, cols, degrees=resolved.degrees, deflated=resolved.deflated, **form)
-    return rule.flops(rows, cols) + (work if rule.orthogonalizes else 2 * rows * cols)
+def flops_of(rule: Rule, rows: int, cols: int, resolved: Orthogonalizer) -> int:
+    """Return the FLOPs of a rule and of the orthogonalization; without one it makes one or two passes over a matrix."""
+    if not rule.orthogonalizes:
+        return rule.flops(rows, cols) + 2 * rows * cols
+    form: Any = {"one_gram": resolved.whole, "deflated": resolved.deflated, "on_device": resolved.on_device}
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=resolved.degrees, **form)
 
 
 def set_for(
@@ -329,7 +330,7 @@ def _parameter(
                 device=device,
                 in_place=rule.orthogonalizes and not rule.sees_direction,
             )
-        flops[shape] = flops_of(rule, resolved)
+        flops[shape] = flops_of(rule, *shape, resolved)
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
