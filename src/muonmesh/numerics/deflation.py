@@ -176,10 +176,10 @@ def _just_narrowed(values: Tensor, norm: Tensor) -> Tensor:
     return largest * heights[first]
 
 
-def signs(rows: int, cols: int) -> Tensor:
+def signs(rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
     """Return a matrix of 1 and −1 as if drawn at random, int32 (rows, cols), the same in every version of torch.
 
     The bits are those of MurmurHash3's finaliser (A. Appleby) of each element's number.
     """
-    bits = mixed(torch.arange(rows * cols, dtype=torch.int32, device="cpu")).bitwise_and_(1)
+    bits = mixed(torch.arange(rows * cols, dtype=torch.int32, device=device)).bitwise_and_(1)
     return (1 - 2 * bits).view(rows, cols)

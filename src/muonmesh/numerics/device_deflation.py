@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Polynomial, coefficient_schedule
-from muonmesh.numerics.deflation import keep_on, probe
+from muonmesh.numerics.deflation import keep_on, signs
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.product_table import SMALL_ROWS, Number, SquareFunctions
 from muonmesh.numerics.working_memory import Squares
@@ -151,7 +151,7 @@ def deflate(
     """
     multiply, counts, (_, rows, _), dtype = matmuls.multiply, list(map(len, x)), x[0].shape, x[0].dtype
     exact, number = torch.promote_types(dtype, torch.float32), sum(counts)
-    signs, thin = probe(x[0], vectors), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
+    omega, thin = memory((vectors, rows), dtype), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
     y, once = (memory((number, vectors, rows), exact) for _ in range(2))
     basis, gram = memory((number, vectors, rows), dtype), memory((number, vectors, vectors), exact)
     functions = _Functions.of(matmuls, gram, memory)
@@ -159,8 +159,12 @@ def deflate(
     def by_shape(*batches: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(x, thin, *(torch.split(batch, counts) for batch in batches), strict=True)
 
+    if matmuls.signs is None:
+        omega.copy_(signs(vectors, rows, omega.device))
+    else:
+        matmuls.signs(omega)
     for part, short, into in by_shape(y):  # no entry of Ω X is more than √rows times the norm
-        multiply(signs.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
+        multiply(omega.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
         multiply(short, part.mT, (), into, symmetric=False)
     for batch, polynomials, into in ((y, _FROM_SHIFT, once), (once, _FROM_FLOOR, basis)):
         multiply(batch, None, (), gram)

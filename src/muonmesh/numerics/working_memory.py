@@ -197,11 +197,13 @@ def squares_of(shapes: BatchShape) -> int:
 def deflation_at_once(shapes: BatchShape, vectors: int) -> int:
     """Return how many elements of 2 bytes deflation needs for a batch (`device_deflation.deflate`); 0 without vectors.
 
-    For each matrix that is a thin product of X's; three transposed ones, two of them in fp32; and four squares.
+    That is a matrix of signs; and for each matrix a thin product of X's, three of its transpose, two of them in fp32,
+    and four squares.
     """
     squares = 2 * vectors**2 + 6 * max(vectors, SMALL_ROWS) ** 2 if vectors else 0
     numel = sum(count * ((cols + 5 * rows) * vectors + squares) for count, rows, cols in shapes)
-    return -(-numel // _ALIGNMENT) * _ALIGNMENT + bool(vectors) * _ALIGNMENT * (len(shapes) + 7)
+    numel += vectors * shapes[0][1]
+    return -(-numel // _ALIGNMENT) * _ALIGNMENT + bool(vectors) * _ALIGNMENT * (len(shapes) + 6)
 
 
 def squares_at_once(degrees: Sequence[int]) -> int:

@@ -110,6 +110,7 @@ class Matmuls:
             zeros, and NaN if an entry is not finite. None: `numerics.normalize.normalize` does this.
         norm: ``norm(x)`` returns the Frobenius norm of each matrix of a batch, (batch, 1, 1), fp32, whose bits do not
             depend on the batch; a positive number for a matrix of zeros. None: torch's operations are used.
+        signs: ``signs(out)`` writes the signs of `numerics.deflation.signs`. None: torch's operations are used.
         exact: Operations of a backend that can keep rounding errors. None: torch's operations are used, and the error
             of each product is lost.
         small: All steps of matrices of this shape in one call. None: they are computed step by step.
@@ -122,6 +123,7 @@ class Matmuls:
     by_torch: bool = True
     normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     norm: Callable[[Tensor], Tensor] | None = None
+    signs: Callable[[Tensor], None] | None = None
     exact: Exact | None = None
     small: Small | None = None
     of_squares: SquareFunctions | None = None

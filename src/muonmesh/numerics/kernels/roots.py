@@ -1,4 +1,4 @@
-"""Triton kernels for functions of small Gram matrices, in one launch. Importing this file imports Triton.
+"""Triton kernels for deflation: signs, and functions of small Gram matrices in one launch. Importing it imports Triton.
 
 A program takes one matrix from its memory to its result. It keeps the operands of products in the device's memory, and
 reads there what its threads have written before a barrier: registers have room for a fifth of them. What the functions
@@ -22,6 +22,9 @@ from muonmesh.numerics.kernels.triton_launch import Launch
 _ROWS = tl.constexpr(SMALL_ROWS)
 _DEPTH = tl.constexpr(16)
 """Terms of the sums that are loaded at once, as in products of fp32: with more, threads would lack registers."""
+
+_BLOCK = 2048
+"""Number of signs that a program makes."""
 
 
 @triton.jit
@@ -112,6 +115,24 @@ def soften(gram, inverse, memory, rows, unit, slope, outside_share, inside_share
     high = tl.sqrt_rn(bound)
     less = _product(other, memory, down, across) * (slope * 0.5)
     tl.store(gram, (square * high - less) * tl.div_rn(1.0, high * target), mask=inside)
+
+
+@triton.jit
+def signs(out, numel, BLOCK: tl.constexpr):
+    """Write 1 and −1 as if drawn at random, by the finalizer of MurmurHash3 (A. Appleby) of each element's number."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = number.to(tl.uint32)
+    bits ^= bits >> 16
+    bits *= 0x85EBCA6B
+    bits ^= bits >> 13
+    bits *= 0xC2B2AE35
+    bits ^= bits >> 16
+    tl.store(out + number, (1.0 - 2.0 * (bits & 1).to(tl.float32)).to(out.dtype.element_ty), mask=number < numel)
+
+
+def giving_signs(out: Tensor) -> Launch:
+    """Return the launch of `signs`; see `Matmuls.signs`."""
+    return Launch(signs, -(-out.numel() // _BLOCK), (out, out.numel(), _BLOCK), {})
 
 
 def whitening(gram: Tensor, memory: Tensor, shift: float, slope: float, steps: Sequence[float]) -> Launch:

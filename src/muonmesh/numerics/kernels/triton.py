@@ -130,6 +130,7 @@ def _normed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
+_signs = operator("signs(Tensor(a!) out)", "roots.giving_signs")
 _whiten = operator(
     "whiten(Tensor(a!) gram, Tensor(b!) memory, float shift, float slope, float[] steps)", "roots.whitening"
 )
@@ -149,6 +150,7 @@ def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sy
         by_torch=rows >= min(TORCH_FROM.values(), default=sys.maxsize),
         normalize=normalize,
         norm=norm,
+        signs=_signs,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
         # AMD's compiler does not make a barrier wait for what is stored to the device's memory.
         of_squares=None if torch.version.hip else _OF_SQUARES,
