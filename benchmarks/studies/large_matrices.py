@@ -91,20 +91,20 @@ def inputs(part: str) -> Iterator[tuple[str, Known]]:
         yield f"Hilbert, {ROWS}×{ROWS}", _by_subspace(hilbert.bfloat16())
 
 
-def judged(known: Known, contenders: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, dict[str, float]]:
+def judged(matrix: Known, contenders: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, dict[str, float]]:
     """Error to the polar factor, largest singular value, and norm over √rows of what each contender makes of a matrix.
 
     The polar factor of U S Vᵀ + E is U (1 + K) Vᵀ there, to first order in E, where K is the skew part of Uᵀ E V over
     the means of singular values. Errors are relative, in the Frobenius norm, in the directions of U and V.
     """
-    expected = torch.eye(len(known.s))
-    if known.rounded is not None:
-        added = known.u.mT @ known.rounded @ known.v
-        expected += (added - added.mT) / (known.s[:, None] + known.s)
+    expected = torch.eye(len(matrix.s))
+    if matrix.rounded is not None:
+        added = matrix.u.mT @ matrix.rounded @ matrix.v
+        expected += (added - added.mT) / (matrix.s[:, None] + matrix.s)
     figures = {}
     for name, run in contenders.items():
-        result = run(known.x).float()
-        error = (known.u.mT @ result @ known.v - expected).norm() / len(known.s) ** 0.5
+        result = run(matrix.x).float()
+        error = (matrix.u.mT @ result @ matrix.v - expected).norm() / len(matrix.s) ** 0.5
         largest = torch.linalg.eigvalsh(result @ result.mT)[-1].sqrt()
         size = result.norm() / ROWS**0.5
         figures[name] = {"polar": float(error), "largest": float(largest), "size": float(size)}

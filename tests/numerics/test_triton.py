@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import muonmesh as mm
-from muonmesh.numerics import kernels, newton_schulz
+from muonmesh.numerics import deflation, device_deflation, kernels, newton_schulz
 from muonmesh.numerics.device_deflation import deflate
 from muonmesh.numerics.kernels import batched, fused, recording, toolchain, triton
+from muonmesh.numerics.kernels.batched import torch_products
 from muonmesh.numerics.kernels.pinned_copies import download
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, in_three_dims
 from muonmesh.numerics.kernels.triton import triton_products
@@ -50,6 +51,7 @@ COVERS = (
     "numerics.kernels.pieces.fold",
     "numerics.kernels.recording.Recording",
     "numerics.kernels.rows.PieceRows",
+    "numerics.kernels.roots.whiten",
     "numerics.kernels.small.orthogonalize",
     "numerics.kernels.toolchain.is_interpreted",
     "step.by_kernel.ByKernel",
@@ -524,6 +526,43 @@ def deflated_by_products() -> tuple[float, list[bool]]:
     return float(values[1][0] / values[0][0]), [torch.equal(alone, out[1:]), not out[0].any()]
 
 
+def functions_in_one_launch(vectors: int) -> dict[str, float]:
+    """How far functions of Gram matrices are from what products make of them, relative; and what else is wrong."""
+    torch.manual_seed(0)
+    x = torch.randn(3, vectors, 96, dtype=torch.float64) * torch.logspace(0, -3, vectors)[:, None]
+    x[1] *= 2.0**20
+    gram, wrong = (x @ x.mT).to(FP32), dict[str, float]()
+    inverse = (1.1 * x.flatten(1).norm(dim=1)).reciprocal()[:, None, None].float() * device_deflation._UNIT
+    memory = lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype)  # noqa: E731
+    table = triton_products(batch_limit=3)
+    results, exact = {}, {}
+    for name, matmuls, dtype in (("one", table, FP32), ("products", torch_products(batch_limit=3), torch.float64)):
+        of, into = device_deflation._Functions.of, results if name == "one" else exact
+        for row in device_deflation._FROM_SHIFT, device_deflation._FROM_FLOOR:
+            g = gram.to(dtype, copy=True)
+            into["whiten", len(row)] = of(matmuls, g, memory).whiten(g, row)
+        g = gram.to(dtype, copy=True)
+        into["soften", 0] = of(matmuls, g, memory).soften(g, inverse.to(dtype), 200)
+    for name, result in results.items():
+        for number, (found, expected) in enumerate(zip(result.double(), exact[name], strict=True)):
+            wrong[f"{name}, {number}"] = float((found - expected).norm() / expected.norm())
+    bad = torch.cat([torch.zeros_like(gram[:1]), gram[:2]])
+    bad[2, 0, 0] = math.nan
+    results = device_deflation._Functions.of(table, bad, memory).whiten(bad, device_deflation._FROM_SHIFT)
+    wrong["zeros"] = 0.0 if bool(results[0].isfinite().all()) else 1.0
+    wrong["not finite"] = 0.0 if bool(results[2].isnan().all()) else 1.0
+    wrong["bits of a matrix alone"] = float(results[1].ne(_alone(table, gram[:1].clone())[0]).sum())
+    found = torch.full((5, vectors), math.nan, dtype=FP16)
+    triton._signs(found)
+    wrong["signs"] = float(found.ne(deflation.signs(5, vectors)).sum())
+    return wrong
+
+
+def _alone(table: kernels.Matmuls, gram: Tensor) -> Tensor:
+    memory = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+    return device_deflation._Functions.of(table, gram, memory).whiten(gram, device_deflation._FROM_SHIFT)
+
+
 def in_one_launch(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Any]:
     """What is wrong with small matrices of every magnitude, all steps of which are one launch; empty if nothing is."""
     torch.manual_seed(0)
@@ -808,6 +847,14 @@ def test_deflation_has_the_bits_of_a_matrix_alone(interpreter: Interpreter) -> N
     largest, same = interpreter(deflated_by_products)
     assert largest < 0.12
     assert same == [True, True]
+
+
+@pytest.mark.parametrize("vectors", [64, 24])
+def test_functions_of_gram_matrices_in_one_launch_are_what_products_make(
+    interpreter: Interpreter, vectors: int
+) -> None:
+    """Of eigenvalues down to 10⁻⁶ of the largest, in fp32 against fp64."""
+    assert max(interpreter(functions_in_one_launch, vectors).values()) < 1e-4
 
 
 def test_zero_nan_and_inf_stay_where_they_are(interpreter: Interpreter) -> None:

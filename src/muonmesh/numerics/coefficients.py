@@ -126,7 +126,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
 _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
 
 
-_AUTO_DEFLATES_FROM = {"cpu": 1, "device": 4096}
+_AUTO_DEFLATES_FROM = {"cpu": 0, "device": 4096}
 """From how many rows on "auto" is "deflated" (on a CPU `for_rows` has a bound). On a device thin products and launches
 take longer than deflation saves below it (modelled)."""
 
@@ -136,7 +136,7 @@ def choose(
     steps: int | None,
     rows: int = 0,
     *,
-    where: Literal["cpu", "device"] | None = None,
+    form: Literal["cpu", "device"] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Coefficients:
     """Return the coefficients that "auto" stands for; all others are returned unchanged.
@@ -149,14 +149,14 @@ def choose(
         coefficients: The coefficients, as for `orthogonalize`.
         steps: The number of steps or None, as for `orthogonalize`.
         rows: The number of rows of the matrices, rows ≤ cols.
-        where: Whose form the iteration has (`newton_schulz.form_of`); None if unknown.
+        form: Whose form the iteration has (`newton_schulz.form_of`); None if unknown.
         dtype: The compute dtype.
     """
     if not isinstance(coefficients, str) or coefficients != "auto":
         return coefficients
-    if where is None or dtype.itemsize != 2 or steps is not None:
+    if form is None or dtype.itemsize != 2 or steps is not None:
         return "polar_express"
-    return "deflated" if rows >= _AUTO_DEFLATES_FROM[where] else "polar_express"
+    return "deflated" if rows >= _AUTO_DEFLATES_FROM[form] else "polar_express"
 
 
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:

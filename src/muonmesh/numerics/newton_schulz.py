@@ -152,18 +152,18 @@ class Orthogonalizer:
     ) -> Orthogonalizer:
         """Resolve the options of `orthogonalize` for matrices of one shape."""
         rows, cols = sorted((rows, cols))
-        where = form_of(device, kernels)
-        if dtype == torch.float16 and where == "cpu":
+        form = form_of(device, kernels)
+        if dtype == torch.float16 and form == "cpu":
             write = "Write torch.bfloat16, which devices compute in fp16 too"
             raise TypeError(explain_error("compute dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
-        if dtype == torch.bfloat16 and where == "device":
+        if dtype == torch.bfloat16 and form == "device":
             dtype = torch.float16
-        coefficients = choose(coefficients, steps, rows, where=where, dtype=dtype)
+        coefficients = choose(coefficients, steps, rows, form=form, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         deflation, whole, as_made = prepared.deflation, False, steps in (None, prepared.steps)
-        if deflation is not None and where == "device":
+        if deflation is not None and form == "device":
             whole = deflation.has_table and as_made and dtype.itemsize == 2 and method != "standard"
             chosen = "gram" if whole else chosen
         elif deflation is not None:
@@ -172,7 +172,7 @@ class Orthogonalizer:
             )
             if not as_made:
                 prepared = replace(prepared, deflation=replace(deflation, finish=()))
-        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=where == "device"))
+        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=form == "device"))
         resolved = rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device
         return Orthogonalizer(*resolved, in_place=in_place)
 

@@ -302,8 +302,8 @@ def set_for(
     group: Mapping[str, Any], matrices: Iterable[Matrix], device: torch.device, precision: Precision
 ) -> Coefficients:
     """Return the coefficients of a group for those of some matrices that have the most rows."""
-    rows, where = max(min(matrix.shape) for matrix in matrices), form_of(device, precision.kernels)
-    return choose(group["ns_coefficients"], group["ns_steps"], rows, where=where, dtype=precision.compute)
+    rows, form = max(min(matrix.shape) for matrix in matrices), form_of(device, precision.kernels)
+    return choose(group["ns_coefficients"], group["ns_steps"], rows, form=form, dtype=precision.compute)
 
 
 def _parameter(
