@@ -74,7 +74,8 @@ def orthogonalize(
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
-            the default of `Muon`, is "deflated" on a CPU in bf16 without `steps`, and "polar_express" otherwise.
+            the default of `Muon`, is "deflated" in bf16 and fp16 without `steps`, on a CPU from 384 rows on and on a
+            device from 4,096, and "polar_express" otherwise.
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
             "deepseekv4" and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
