@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from muonmesh.numerics.device_deflation import Step, deflate, joint_factor, norm
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.normalize import normalize
-from muonmesh.numerics.working_memory import Squares
+from muonmesh.numerics.working_memory import Squares, deflation_at_once
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.simulated import SimulatedDevice
 from tests.support.device_form import TABLES, by_device_iteration, form_of, in_one_memory
@@ -154,6 +155,21 @@ def test_bits_follow_from_the_matrix_alone(table: str, overwrite: bool) -> None:
         assert torch.equal(by_device_iteration(matrix[None], TABLES[table], coefficients="deflated")[0], result)
         turned = by_device_iteration(matrix.mT.contiguous()[None], TABLES[table], coefficients="deflated")
         assert torch.equal(turned[0].mT, result)
+
+
+@pytest.mark.parametrize("vectors", [8, 40])
+def test_deflation_takes_no_more_memory_than_is_counted(vectors: int) -> None:
+    """Two shapes; elements of 2 bytes, each tensor up to a multiple of 64 bytes. With launches: `test_triton`."""
+    counted, shapes = 0, ((2, 48, 56), (1, 48, 333))
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nonlocal counted
+        counted += -(-math.prod(shape) * dtype.itemsize // 64) * 64
+        return torch.zeros(shape, dtype=dtype)
+
+    x = [torch.ones(shape, dtype=torch.float16) for shape in shapes]
+    deflate(x, torch.ones(3, 1, 1), vectors, TABLES["triton"], counting)
+    assert 10_000 < counted <= 2 * deflation_at_once(shapes, vectors)
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
