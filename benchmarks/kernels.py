@@ -194,7 +194,7 @@ def beside() -> dict[str, Callable[..., Launch]]:
         "powers of two": lambda **_: norms.rescaling(x, x.view(torch.float16), exponents[:, 0]),
         "signs": lambda **_: roots.giving_signs(x.view(torch.float16)),
         "whiten": lambda **_: roots.whitening(gram, memory, 0.1, 0.1, steps),
-        "soften": lambda **_: roots.softening(gram, number, memory, 0.1, 0.1, (0.1, 0.2, 0.3), steps),
+        "soften": lambda **_: roots.softening(gram, number, memory, 0.1, 0.1, (0.1, 0.2, 0.3, 0.4, 0.5), steps),
         "any not zero": lambda **_: kernels.finding(gradient, pieces.number, exponents[:, 0]),
     }
 

@@ -41,6 +41,12 @@ _SHIFT = 3e-6
 """What is added to a Gram matrix of trace 1, so that rounding leaves no negative eigenvalues (arXiv 1809.11085)."""
 _FROM_SHIFT, _FROM_FLOOR = coefficient_schedule("polar_express", 7), coefficient_schedule("polar_express", 7)[2:]
 """Polynomials that bring the roots of all eigenvalues from `_SHIFT`, or from `_FLOOR`², to 1 in 1 to 1.001."""
+_TO_ONE = coefficient_schedule("polar_express", 8)[2:]
+"""One more, which brings them to 1 in fp32: what Q leaves of X is told from what it finds."""
+_LEFT = 3e-4
+"""If Q leaves less than this of ‖X‖², it may all be rounding: in bf16 that is 1e-6, but what Q finds is known to 2e-4
+only. Then the largest values are brought down to `_NARROWED` times the norm about."""
+_NARROWED = 0.2
 
 
 class Step(NamedTuple):
@@ -138,7 +144,8 @@ def deflate(
     As in `muonmesh.numerics.deflation`, Y = X Xᵀ Ω, Q is a basis of Y's columns, and Q Qᵀ X = U S Vᵀ. Here X becomes
     X − X V (1 − f(S)/S) Vᵀ, where f(S)/S = 1 − (1 − R²)(1 − R/2) with R = (1 + S²/τ²)^-½: small values stay, and large
     ones come near .5 to .8 τ. τ is 1.5 times what Q leaves of X in the middle, a tenth of what it finds in the middle,
-    or 1/32 of a bound of the largest value, whichever is largest.
+    or 1/32 of a bound of the largest value, whichever is largest. If next to nothing is left, τ is at least a fifth of
+    the norm: small values are then raised as far as by "polar_express", and no further.
 
     Whatever Q is, no singular value grows, because X is multiplied by a contraction.
 
@@ -166,7 +173,7 @@ def deflate(
     for part, short, into in by_shape(y):  # no entry of Ω X is more than √rows times the norm
         multiply(omega.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
         multiply(short, part.mT, (), into, symmetric=False)
-    for batch, polynomials, into in ((y, _FROM_SHIFT, once), (once, _FROM_FLOOR, basis)):
+    for batch, polynomials, into in ((y, _FROM_SHIFT, once), (once, _TO_ONE, basis)):
         multiply(batch, None, (), gram)
         multiply(functions.whiten(gram, polynomials), batch, (), into, symmetric=False)
     for part, short, q, into in by_shape(basis, gram):
@@ -219,14 +226,16 @@ class _Functions:
     def soften(self, gram: Tensor, inverse: Tensor, rows: int) -> Tensor:
         """Make (1 − f(S)/S)/S² of S² (`deflate`), which is multiplied by `_UNIT`², for matrices of so many rows."""
         vectors, slope = gram.shape[1], _slope(_FROM_FLOOR)
-        shares = 2.25 / max(1, rows - vectors), 0.01 / vectors, _FLOOR**2
+        shares = 2.25 / max(1, rows - vectors), 0.01 / vectors, _FLOOR**2, _LEFT, _NARROWED**2
         if self.launches is not None:
             self.launches.soften(gram, inverse, self.room, _UNIT, slope, shares, _numbers(_FROM_FLOOR))
             return gram
         multiply, captured, largest = self.matmuls.multiply, self._trace(gram), norm_of(gram, self.matmuls)
-        outside = inverse.reciprocal().mul(_UNIT).square().sub(captured)
+        total = inverse.reciprocal().mul(_UNIT).square()
+        outside = total.sub(captured)
         target = torch.maximum(outside.mul(shares[0]), captured.mul(shares[1]))
         target = torch.maximum(target, largest.mul(shares[2]))
+        target = torch.where(outside < total.mul(_LEFT), torch.maximum(target, total.mul(shares[4])), target)
         # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
         bound = largest.div(target).add(1.0)
         gram.mul_(bound.mul(target).reciprocal()).diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])

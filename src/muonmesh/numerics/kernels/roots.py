@@ -88,7 +88,20 @@ def whiten(gram, memory, rows, shift, slope, STEPS: tl.constexpr):
 
 
 @triton.jit
-def soften(gram, inverse, memory, rows, unit, slope, outside_share, inside_share, floor, STEPS: tl.constexpr):
+def soften(
+    gram,
+    inverse,
+    memory,
+    rows,
+    unit,
+    slope,
+    outside_share,
+    inside_share,
+    floor,
+    share_left,
+    narrowed,
+    STEPS: tl.constexpr,
+):
     """Replace a Gram matrix S² by (1 − f(S)/S)/S²."""
     row = tl.arange(0, _ROWS)
     inside = (row[:, None] < rows) & (row[None, :] < rows)
@@ -100,8 +113,11 @@ def soften(gram, inverse, memory, rows, unit, slope, outside_share, inside_share
     largest = tl.sqrt_rn(tl.sum(tl.reshape(g * g, (_ROWS * _ROWS,)), 0))
     largest = tl.where(largest == 0, 1.0, largest)
     norm = tl.div_rn(unit, tl.load(inverse + tl.program_id(0)))
-    target = tl.maximum((norm * norm - captured) * outside_share, captured * inside_share)
+    total = norm * norm
+    outside = total - captured
+    target = tl.maximum(outside * outside_share, captured * inside_share)
     target = tl.maximum(target, largest * floor)
+    target = tl.where(outside < total * share_left, tl.maximum(target, total * narrowed), target)
     bound = tl.div_rn(largest, target) + 1.0
     r = tl.div_rn(g, bound * target) + tl.div_rn(identity, bound)
     down, across = row[:, None] * _ROWS, row[None, :]
