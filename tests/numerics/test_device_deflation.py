@@ -48,7 +48,7 @@ def like_momentum(rows: int = 384) -> Tensor:
     return number**-1.5 + 0.003 * (1 - number / (rows + 40))
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def not_numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
@@ -57,7 +57,7 @@ def brought_down(x: Tensor, table: Matmuls) -> tuple[Tensor, Tensor]:
     loaded = torch.empty(x.shape, dtype=torch.float16)
     inverse, _ = normalize(x, loaded)
     out = loaded.clone()
-    deflate([out], inverse, VECTORS, table, empty)
+    deflate([out], inverse, VECTORS, table, not_numbers)
     return loaded.double(), out.double()
 
 

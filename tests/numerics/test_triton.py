@@ -558,14 +558,14 @@ def functions_in_one_launch(vectors: int) -> dict[str, float]:
     results = device_deflation._Functions.of(table, bad, memory).whiten(bad, device_deflation._FROM_SHIFT)
     wrong["zeros"] = 0.0 if bool(results[0].isfinite().all()) else 1.0
     wrong["not finite"] = 0.0 if bool(results[2].isnan().all()) else 1.0
-    wrong["bits of a matrix alone"] = float(results[1].ne(_alone(table, gram[:1].clone())[0]).sum())
+    wrong["bits of a matrix alone"] = float(results[1].ne(whitened_alone(table, gram[:1].clone())[0]).sum())
     found = torch.full((5, vectors), math.nan, dtype=FP16)
     triton._signs(found)
     wrong["signs"] = float(found.ne(deflation.signs(5, vectors)).sum())
     return wrong
 
 
-def _alone(table: kernels.Matmuls, gram: Tensor) -> Tensor:
+def whitened_alone(table: kernels.Matmuls, gram: Tensor) -> Tensor:
     memory = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
     return device_deflation._Functions.of(table, gram, memory).whiten(gram, device_deflation._FROM_SHIFT)
 
