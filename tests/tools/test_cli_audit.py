@@ -73,7 +73,11 @@ if __name__ == "__main__":
         net = Net().to("meta")
         muonmesh.from_model(net).step()
     print("arguments", sys.argv[1:])
-    Trainer(kind).train()
+    try:
+        Trainer(kind).train()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 """
 
 
@@ -151,6 +155,42 @@ def test_an_error_has_not_the_exit_code_of_something_to_mend(script: Path, kind:
     result = run_audit(str(script), kind)
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(message, result.stderr, re.DOTALL)
+
+
+SMALL = """
+import sys, torch
+net, probe = torch.nn.Sequential(torch.nn.Linear(8, 6)), torch.nn.Linear(6, 4)
+optimizer = torch.optim.AdamW([*net.parameters(), *probe.parameters()])
+def step():
+    probe(net(torch.randn(4, 8))).square().mean().backward()
+    optimizer.step()
+    print("trained")
+"""
+ENDINGS = {
+    "goes on": "for _ in range(2):\n    try:\n        step()\n    except:\n        pass",
+    "exits": "try:\n    step()\nexcept BaseException:\n    sys.exit(3)",
+    "raises": "try:\n    step()\nfinally:\n    print(loss)",
+    "compiles its step": "torch.compile(step, backend='eager')()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_however_a_script_ends_after_its_first_step_there_is_a_report(ending: str, tmp_path: Path) -> None:
+    """Scripts that caught the exception trained on, or were said to have taken no step, or ended in a traceback."""
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + ENDINGS[ending])
+    result = run_audit("--json", str(path))
+    assert result.exit_code == 1, result.stderr
+    assert json.loads(result.stdout)["optimizer"] == "torch.optim.adamw.AdamW"
+    assert "trained" not in result.stderr
+
+
+def test_each_of_several_models_of_an_optimizer_is_in_the_report(tmp_path: Path) -> None:
+    """Only the model with the most weights was, and nothing said so."""
+    path = tmp_path / "train.py"
+    path.write_text(SMALL + "step()")
+    names = [row["weight"] for row in json.loads(run_audit("--json", str(path)).stdout)["rows"]]
+    assert names == ["Sequential.0.weight", "Sequential.0.bias", "Linear.weight", "Linear.bias"]
 
 
 def on_two_ranks(*target: str) -> subprocess.CompletedProcess[str]:

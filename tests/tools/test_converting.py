@@ -239,6 +239,10 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda s: [s["param_groups"].pop(), [s["state"].pop(n) for n in (2, 3, 4, 5)]],
         r"params: found parameters for 2 groups; needed those of 1 groups",
     ),
+    "an older Muon, which sums gradients": (
+        lambda s: s["param_groups"][0].update(nesterov=True, ns_steps=5),
+        r"source: found the setting 'nesterov' in a group; needed groups as keller_jordan makes them",
+    ),
     "not a state dict": (
         lambda s: s.pop("param_groups"),
         r"source: found state; needed what an optimizer's state_dict",

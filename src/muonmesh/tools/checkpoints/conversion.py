@@ -26,7 +26,7 @@ from muonmesh.step.state_layout import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.local_part import local_part
 from muonmesh.tools.migration.package import ParameterState
-from muonmesh.tools.migration.packages import PACKAGES, PackageName, groups_of
+from muonmesh.tools.migration.packages import PACKAGES, PackageName, foreign_setting, groups_of
 
 _OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
 
@@ -80,8 +80,8 @@ def convert(
         shards.
 
     Raises:
-        StateError: the state belongs to another model, is incomplete, or holds values that no step of Muon or AdamW
-            leaves.
+        StateError: the state belongs to another model or, by a setting of its groups, to another package; or it is
+            incomplete, or holds values that no step of Muon or AdamW leaves.
         FileError: a file cannot be read, holds more than data, or has changed since it was written.
         TypeError, ValueError: the source belongs to no known package, or an argument is wrong.
     """
@@ -93,6 +93,12 @@ def convert(
     for saved in opened:
         keys = PACKAGES[saved.package].state_keys
         for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
+            if (foreign := foreign_setting(saved.package, group)) is not None:
+                needed = (
+                    f"groups as {saved.package} makes them, since some Muons keep averages of gradients and some sums"
+                )
+                write = "Name the package that wrote the state, or begin with new state"
+                raise StateError(explain_error("source", f"the setting {foreign!r} in a group", needed, write))
             for key, name in zip(group["params"], names, strict=True):
                 if (entry := saved.state.get(key)) and name not in states:  # another source may have the missing state
                     states[name] = keys.read(name, group, entry)

@@ -38,7 +38,7 @@ def audit(
     from muonmesh.tools.cli.terminal import say, say_json
 
     try:
-        report = audit_script(script, arguments or [])
+        report, rank = audit_script(script, arguments or [])
     except (FileError, LayoutError):
         raise
     except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
@@ -49,7 +49,7 @@ def audit(
             f"{script}: found no process group on {ranks} ranks; needed the one that it trains with. Call "
             "torch.distributed.init_process_group() in it"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank == 0:  # as it was at the step: the script may have ended its process group
         if as_json:
             say_json(report.to_dict())
         else:

@@ -153,11 +153,11 @@ class Package:
         rate = raw_group.get("initial_lr", raw_group.get("lr", self.defaults["lr"]))
         group = {**self.defaults, **raw_group, "lr": float(rate) if isinstance(rate, Tensor) else rate}
         for key in [*raw_group, *group]:  # a default under another name of the same setting comes last
-            group.setdefault(_plain(key), group[key])
+            group.setdefault(plain(key), group[key])
         for key, value in raw_group.items():
             matters = key not in _DECAYS or group["weight_decay"]
-            fine, write = WITHOUT.get(key, WITHOUT.get(_plain(key), (None, "")))
-            if _plain(key) == "scale_mode":
+            fine, write = WITHOUT.get(key, WITHOUT.get(plain(key), (None, "")))
+            if plain(key) == "scale_mode":
                 fine, write = (*self.scales,), "Write one of them"
             if fine is None:
                 if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
@@ -205,7 +205,7 @@ class Package:
         }
 
 
-def _plain(key: str) -> str:
+def plain(key: str) -> str:
     """Return the name that this file uses for a setting of any package, without a prefix ``muon_`` or ``adam_``."""
     plain = key.removeprefix("muon_").removeprefix("adam_")
     return _NAMES.get(plain, plain)

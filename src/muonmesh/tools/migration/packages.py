@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from muonmesh.errors import about, explain_error, warn
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, Polynomial
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.tools.migration.package import Halves, Package, Settings, StateKeys
+from muonmesh.tools.migration.package import Halves, Package, Settings, StateKeys, plain
 
 _TORCHS: dict[str | None, ScaleMode] = {
     None: "original",
@@ -152,6 +152,15 @@ PACKAGES: dict[str, Package] = {
         beside=frozenset({"muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
     ),
 }
+
+
+def foreign_setting(package: str, group: Mapping[str, Any]) -> str | None:
+    """Return a key of a group that is a setting of other packages alone, or None; any package may be beside AdamW."""
+    every = {plain(key) for known in PACKAGES.values() for key in known.defaults}
+    names = ("adamw", "torch" if package == "adamw" else package)  # torch's two go by either name
+    own = {plain(key) for name in names for key in (*PACKAGES[name].defaults, *PACKAGES[name].beside)}
+    own |= {"algorithm", "use_muon"}  # which also mark groups of a user's own
+    return next((key for key in group if plain(key) in every - own), None)
 
 
 PackageName: TypeAlias = Literal[
