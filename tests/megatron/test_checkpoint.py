@@ -42,11 +42,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 class Run:
     """A model with its optimizer. `seed` differs between runs, so that nothing is right before it is loaded."""
 
-    def __init__(self, shape: Shape, seed: int, muon: dict[str, Any]) -> None:
+    def __init__(self, shape: Shape, seed: int, muon: dict[str, Any], **settings: Any) -> None:
         host.begin(shape)
         self.shape, self.chunks = shape, host.chunks_of(shape, seed=seed)
         self.optimizer = get_megatron_optimizer(
-            host.optimizer_config(shape), self.chunks, muon=muon, policy="all", skip_above="1e9x"
+            host.optimizer_config(shape), self.chunks, muon=muon, policy="all", skip_above="1e9x", **settings
         )
         if "state_device" in muon:
             work_in_copies(self.optimizer.optimizer)  # told to, a CPU works in copies too
@@ -323,3 +323,73 @@ def before_the_first_step(folder: Path) -> bool:
 def test_saved_before_the_first_step(workers, tmp_path: Path) -> None:
     """The two ways of reducing gradients may round otherwise."""
     assert workers(2).run(before_the_first_step, tmp_path) == [True] * 2
+
+
+@host.writers()
+def under_other_overrides(shape: Shape, folder: Path) -> tuple[dict[str, list[dict[str, float]]], list[bool], str]:
+    """Save with an override of a rate, and load with others.
+
+    Returns:
+        For each way to load: the rates of the groups with parameters of this rank; whether the state is what was saved;
+        and what is said to another rule.
+    """
+    saved = Run(shape, 7, {}, overrides={"linear_fc1": {"lr": 0.01}})
+    saved.train(range(1))
+    saved.save(folder / "saved")
+    before = {key: value for key, value in saved.state_tensors().items() if key[1] != "means"}
+    rates, same = dict[str, list[dict[str, float]]](), list[bool]()
+    ways: dict[str, Any] = {"same": {"linear_fc1": {"lr": 0.01}}, "other": {"linear_fc1": {"lr": 0.03}}}
+    ways |= {"none": {}, "more": {"linear_fc[12]": {"lr": 0.03}}, "new": {"layers.0": {"weight_decay": 0.0}}}
+    for seed, (way, overrides) in enumerate(ways.items()):
+        run = Run(shape, 8 + seed, {}, overrides=overrides)
+        run.load(folder / "saved")
+        rates[way] = [
+            {name.rpartition("mlp.")[2]: group["lr"] for name in group["param_names"] if ".mlp." in name}
+            for group in run.optimizer.param_groups
+        ]
+        after = run.state_tensors()
+        same.append(all(torch.equal(after[key], before[key]) for key in before))
+    other = Run(shape, 20, {}, overrides={"linear_fc2": "adamuon"})
+    other.save(folder / "other")
+    with pytest.raises(StateError, match="state of rule 'adamuon'; needed that of rule 'muon'") as caught:
+        saved.load(folder / "other")
+    return rates, same, str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(pp=2, flat=True)], ids=["TP 2", "PP 2"])
+def test_settings_are_found_by_parameters(workers, tmp_path: Path, shape: Shape) -> None:
+    """Megatron once missed the key of a group: its name has the settings of the overrides."""
+    for rates, same, _ in workers(2).run(under_other_overrides, shape, tmp_path, timeout=120.0):
+        fc1, fc2 = "linear_fc1.weight", "linear_fc2.weight"
+        by_way = {
+            way: {name: rate for group in groups for name, rate in group.items()} for way, groups in rates.items()
+        }
+        assert by_way["same"] == by_way["other"] == {fc1: 0.01, fc2: 0.02}
+        # A group whose parameters had several rates keeps its own.
+        assert by_way["none"] == {fc1: 0.02, fc2: 0.02}
+        assert by_way["more"] == {fc1: 0.03, fc2: 0.03}
+        assert by_way["new"] == {fc1: 0.02, fc2: 0.02}
+        assert same == [True] * 5
+
+
+@host.writers()
+def saved_before_it_is_gathered(shape: Shape, folder: Path) -> dict[str, float]:
+    """By how much loaded weights differ from those of the run, which each rank knows in part when it saves."""
+    run = Run(shape, 7, {})
+    run.optimizer.zero_grad()
+    host.backward(shape, run.chunks, run.optimizer, 0)
+    run.optimizer.step()
+    run.save(folder / "saved")
+    back = Run(shape, 8, {})
+    back.load(folder / "saved")
+    loaded = {name: parameter.detach().clone() for name, parameter in gathered.named(back.chunks).items()}
+    run.chunks[0].start_param_sync(force_sync=True)
+    expected = gathered.named(run.chunks)
+    return {n: float((loaded[n] - expected[n]).abs().max()) for n in loaded if not torch.equal(loaded[n], expected[n])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_weights_are_gathered_before_they_are_saved(workers, tmp_path: Path, dtype: torch.dtype) -> None:
+    """``overlap_param_gather``: Megatron-LM's scripts gather before they save; a script of one's own does not."""
+    shape = Shape(flat=True, overlap=True, late_gather=True, dtype=dtype)
+    assert workers(2).run(saved_before_it_is_gathered, shape, tmp_path) == [{}, {}]

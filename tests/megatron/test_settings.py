@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import ParamKey, get_standard_config_overrides
 from megatron.core.optimizer import get_megatron_optimizer as megatrons
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
@@ -152,6 +152,21 @@ def without_a_least_rate() -> None:
 
 def test_the_least_rate_of_the_scheduler_counts(workers) -> None:
     workers(2).run(without_a_least_rate)
+
+
+def without_the_configs_rate() -> float | None:
+    """Muon and AdamW with rates of their own, one step of the schedule and of the optimizer."""
+    host.begin(NORMS)
+    chunks = host.chunks_of(NORMS)
+    config = host.optimizer_config(NORMS)
+    optimizer = get_megatron_optimizer(config, chunks, muon={"lr": 0.2}, adamw={"lr": 0.1})
+    of_style(optimizer, chunks, "constant")
+    return get_canonical_lr_for_logging(optimizer.param_groups)
+
+
+def test_a_rate_is_logged_if_no_parameter_has_the_configs(workers) -> None:
+    """Megatron-LM 0.16.1 formats the rate of the first group with ``default_config``, and raised for None."""
+    assert workers(2).run(without_the_configs_rate) == [0.02, 0.02]
 
 
 TRANSFORMER_ENGINE = ("use_precision_aware_optimizer", "reuse_grad_buf_for_mxfp8_param_ag")

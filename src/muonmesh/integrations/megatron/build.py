@@ -123,13 +123,13 @@ def get_megatron_optimizer(
         return built, used
 
     built, used_overrides = settled(build, kind=PlanError)
-    groups = [(group["name"], scale_kind_of(group)) for group in built.param_groups if group["params"]]
-    from_ranks = gather_objects((used_overrides, built.limits, groups))
+    halves = {scale_kind_of(group) for group in built.param_groups if group["params"]}
+    from_ranks = gather_objects((used_overrides, built.limits, halves))
     unused = sorted(set(overrides or {}).difference(*(used for used, *_ in from_ranks)))
     if unused:
         needed = "a parameter's name, or an expression that re.search finds in one, on some pipeline stage"
         raise ValueError(explain_error(f"overrides[{unused[0]!r}]", "no match on any rank", needed, "Correct it"))
-    built.meet([(limits, groups) for _, limits, groups in from_ranks])
+    built.meet([(limits, halves) for _, limits, halves in from_ranks])
     return built
 
 

@@ -9,9 +9,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from muonmesh.checkpoint.record import Boxes, CheckpointedOptimizer, boxes_of
+from muonmesh.comm.gather_objects import gather_objects
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import StateError, explain_error
-from muonmesh.integrations.megatron.param_groups import EACH, EXPERTS
+from muonmesh.integrations.megatron.param_groups import EACH
 from muonmesh.layout import Layout, MeshLayout
 from muonmesh.optimizer import Muon
 from muonmesh.settings import NORM_MEANS
@@ -21,6 +22,10 @@ from muonmesh.step.state_layout import COUNT
 
 ANOTHERS = "To begin with new state, as after another optimizer such as Megatron's Adam, write --no-load-optim"
 """What to write if a checkpoint lacks state."""
+
+
+_OWN = (*EACH, "name", "is_expert_parallel")
+"""Keys of a group that a checkpoint does not have: they follow from the model and its parallel sizes."""
 
 
 class _KeyToLoad(str):
@@ -35,16 +40,15 @@ class _KeyToLoad(str):
         return f"{str(self)!r} ({ANOTHERS})"
 
 
-def sharded(
-    optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], holders: Mapping[str, int], *, is_loading: bool
-) -> dict[str, Any]:
-    """Return state and groups as Megatron's ShardedTensors and ShardedObjects; missing state is created first.
+def sharded(optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], *, is_loading: bool) -> dict[str, Any]:
+    """Return state as Megatron's ShardedTensors, and settings; missing state is created first. All ranks call it.
+
+    Settings are saved for each parameter, in what Megatron saves of rank 0 alone, so all ranks have all of them.
 
     Args:
         optimizer: The optimizer to save or to load into.
         saved: For each parameter by name: its name in checkpoints, the number of this copy, and whether a checkpoint
             may have another number of rows.
-        holders: For each group by name, the first rank that has it.
         is_loading: Whether a checkpoint will be loaded into the result.
     """
     CheckpointedOptimizer(optimizer).create_state()
@@ -67,31 +71,23 @@ def sharded(
             entry[number] = ShardedTensor(
                 whole, box, box.dtype, tuple(box.shape), layout.shape, at, None, replica, allow_shape_mismatch=resizes
             )
-    groups = {}
-    # A stage with nothing to train has one group without parameters, which a checkpoint does not need.
-    for group in (group for group in optimizer.param_groups if group["params"]):
-        settings = {key: value for key, value in group.items() if key not in EACH}
-        first = holders.get(group["name"], 0)
-        number = (this_rank() - first) if this_rank() >= first else this_rank() + 1
-        for saved_as in (settings, _other(settings)):
-            name = saved_as["name"]
-            if saved_as is settings or name not in holders:
-                key = f"optimizer.param_groups.{name}"
-                groups[name] = ShardedObject(key, saved_as, (1,), (0,), replica_id=number)
     # Stages are clipped by a common norm, so a stage without anything to train has the means too.
     means = ShardedObject(
         f"optimizer.{NORM_MEANS}", optimizer.param_groups[0][NORM_MEANS], (1,), (0,), replica_id=this_rank()
     )
-    return {"state": state, "param_groups": groups, NORM_MEANS: means}
+    settings = {} if is_loading else {"param_groups": _settings_of_parameters(optimizer, saved)}
+    return {"state": state, NORM_MEANS: means, **settings}
 
 
-def _other(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a dense group for its experts' group, or of an experts' group for its dense group.
-
-    A run with another size of expert parallelism may have both groups or only one, so each checkpoint has both.
-    """
-    name, experts = settings["name"].removesuffix(EXPERTS), not settings["is_expert_parallel"]
-    return {**settings, "name": name + (EXPERTS if experts else ""), "is_expert_parallel": experts}
+def _settings_of_parameters(optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the groups of all ranks, by the parameters' names in checkpoints."""
+    of_groups = [{key: value for key, value in group.items() if key not in _OWN} for group in optimizer.param_groups]
+    on_rank = {}
+    for member in placed_members(optimizer):
+        assert member.storage.layout is not None
+        if member.storage.layout.ranks[0] == this_rank():  # the others that hold it have the same
+            on_rank[saved[member.name][0]] = of_groups[member.group]
+    return {name: settings for of_rank in gather_objects(on_rank, group="world") for name, settings in of_rank.items()}
 
 
 def _stored(optimizer: Muon) -> Iterator[tuple[OptimizedParameter, str, Layout, Boxes]]:
@@ -110,26 +106,41 @@ def _stored(optimizer: Muon) -> Iterator[tuple[OptimizedParameter, str, Layout, 
 
 
 @torch.no_grad()
-def restore(optimizer: Muon, loaded: Mapping[str, Any]) -> None:
+def restore(optimizer: Muon, saved: Mapping[str, tuple[str, int, bool]], loaded: Mapping[str, Any]) -> None:
     """Copy state and settings that dist_checkpointing has loaded for `sharded` into the optimizer.
 
+    A group gets the settings with which all its parameters were saved. Where these differ, it keeps its own.
+
     Raises:
-        StateError: a group or a parameter's state is missing; nothing has been written then.
+        StateError: a parameter's state or settings are missing, or another rule's; nothing has been written then.
     """
     optimizer.finish()
-    groups = {group["name"]: group for group in optimizer.param_groups if group["params"]}
     parts = [(*stored, loaded["state"].get(stored[0].name, {}).get(stored[1], {})) for stored in _stored(optimizer)]
-    missing = sorted(groups.keys() - loaded["param_groups"].keys())
-    missing += [f"{key} of {member.name}" for member, key, _, boxes, saved in parts if len(boxes) != len(saved)]
+    groups = [
+        (group, {name: loaded["param_groups"].get(saved[name][0]) for name in group["param_names"]})
+        for group in optimizer.param_groups
+        if group["params"]
+    ]
+    missing = [f"settings of {name}" for _, entries in groups for name, entry in entries.items() if entry is None]
+    missing += [
+        f"{key} of {member.name}" for member, key, _, boxes, loaded_boxes in parts if len(boxes) != len(loaded_boxes)
+    ]
     if missing:
         write = f"Load into an optimizer of the same model and settings. {ANOTHERS}"
-        raise StateError(explain_error(missing[0], "no state of it", "that of all groups and parameters", write))
-    for name, group in groups.items():
-        group.update({key: value for key, value in loaded["param_groups"][name].items() if key not in EACH})
+        raise StateError(explain_error(missing[0], "no state of it", "that of all parameters", write))
+    for group, entries in groups:
+        for name, entry in entries.items():
+            if entry["algorithm"] != group["algorithm"]:
+                needed = f"that of rule {group['algorithm']!r}, by which this optimizer updates it"
+                problem, write = f"state of rule {entry['algorithm']!r}", "Train it by the rule that has saved it"
+                raise StateError(explain_error(name, problem, needed, write))
+    for group, entries in groups:
+        first, *others = entries.values()
+        group.update({key: first[key] for key in first if all(other.get(key) == first[key] for other in others)})
     for group in optimizer.param_groups:
         group[NORM_MEANS] = loaded[NORM_MEANS]
-    for member, key, _, boxes, saved in parts:
-        for box, part in zip(boxes.values(), saved.values(), strict=True):
+    for member, key, _, boxes, loaded_boxes in parts:
+        for box, part in zip(boxes.values(), loaded_boxes.values(), strict=True):
             box.copy_(part)
         if key == "master":
             local_of(member.tensor).copy_(local_of(optimizer.state[member.tensor][key]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -91,6 +91,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         self.chained_optimizers = [self]
         self.grad_norms_by_group: dict[str, Tensor] = {}
         self._holdings = tuple(holdings)
+        self._saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in holdings}
         self._stages, self._tensor_parallel = groups.pp.size(), groups.tp.size()
         self._fsdp = any(is_fsdp(chunk) for chunk in chunks)
         self._flat = config.use_distributed_optimizer and not self._fsdp
@@ -99,7 +100,6 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         self._device = next((tensor.device for tensor in tensors), None) or device_without_parameters()
         self._scale_of_one = torch.ones(1, dtype=torch.float32, device=self._device)
         self._clips = True  # whether the policy clips a parameter of any rank; `meet` finds out
-        self._first_holder: dict[str, int] = {}
         self.grad_scaler: Any = None
         if config.loss_scale:
             self.grad_scaler = ConstantGradScaler(config.loss_scale)
@@ -113,28 +113,24 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
                 hysteresis=config.hysteresis,
             )
 
-    def meet(self, everyone: Sequence[tuple[Limits, Sequence[tuple[str, int]]]]) -> None:
+    def meet(self, everyone: Sequence[tuple[Limits, Collection[int]]]) -> None:
         """Compare limits and plans of all ranks. All ranks call it once.
 
         Args:
-            everyone: For each rank: its limits, and for each of its groups that has parameters, its name and whether
-                clipping counts it as AdamW's (SCALE_SENSITIVE) or Muon's.
+            everyone: For each rank: its limits, and whether clipping counts its groups as AdamW's (SCALE_SENSITIVE), as
+                Muon's or as both.
 
         Raises:
             LayoutError, PlanError: on every rank, if ranks that share parameters have different plans for them.
             ValueError: on every rank, if ``clip_grad`` or ``policy`` differs between ranks.
         """
         limits = everyone[0][0]
-        for rank, (other, groups) in enumerate(everyone):
+        for rank, (other, _) in enumerate(everyone):
             if other != limits:
                 problem, needed = f"{limits} on rank 0 and {other} on rank {rank}", "the same on all ranks"
                 write = "Pass the same clip_grad and policy= everywhere"
                 raise ValueError(explain_error("get_megatron_optimizer", problem, needed, write))
-            for name, _ in groups:
-                self._first_holder.setdefault(name, rank)
-        self._clips = limits.policy != "adamw_only" or any(
-            half == SCALE_SENSITIVE for _, pairs in everyone for _, half in pairs
-        )
+        self._clips = limits.policy != "adamw_only" or any(SCALE_SENSITIVE in halves for _, halves in everyone)
 
         # For each set of ranks. Nothing has averaged gradients yet, and Megatron may not even have written them.
         settled(lambda: connect(self.optimizer.param_groups, self.runtime, gradients=False), kind=PlanError)
@@ -355,7 +351,8 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """Return the state for Megatron's dist_checkpointing, by the parameters' names in the whole model.
 
         A checkpoint loads with other sizes of tensor, pipeline, data and expert parallelism, with and without the
-        distributed optimizer. State that no step has created yet is created here.
+        distributed optimizer. State that no step has created yet is created here. With ``overlap_param_gather``,
+        this gathers the parameters, so save the model's state only after this call.
 
         Args:
             model_sharded_state_dict: Ignored.
@@ -363,13 +360,14 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
             metadata: Ignored, since there is only one format.
         """
         self.refuse_if_interrupted()
+        if not is_loading:
+            self._gather_late()  # ``model_sharded_state_dict`` refers to the parameters, and saving will read them
         if self._fsdp:
             needed = "a model that Megatron's sharded state dict describes"
             write = "Write muonmesh.checkpoint.save(path, model_chunks[0], optimizer), and load in the same way"
             raise StateError(explain_error("sharded_state_dict", "a model in Megatron-FSDP", needed, write))
         self._settle()
-        saved = {holding.name: (holding.saved, holding.copy, holding.resizes) for holding in self._holdings}
-        state = checkpoint.sharded(self.optimizer, saved, self._first_holder, is_loading=is_loading)
+        state = checkpoint.sharded(self.optimizer, self._saved, is_loading=is_loading)
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
@@ -401,8 +399,13 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         """Mark weights, state and settings as loaded, and make the modules compute with the loaded weights."""
         super().checkpoint_restored()
         self._publish()
-        if self._flat and self.model_chunks[0].ddp_config.overlap_param_gather:
-            self.model_chunks[0].start_param_sync(force_sync=True)
+        self._gather_late()
+
+    def _gather_late(self) -> None:
+        """Gather the parameters of the distributed optimizer that otherwise the next forward pass gathers."""
+        for chunk in self.model_chunks:
+            if self._flat and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
@@ -438,7 +441,7 @@ class MegatronOptimizer(Base, CheckpointedOptimizer):  # type: ignore[misc]
         if "optimizer" in state_dict:
             self.optimizer.load_state_dict(inner)
         else:
-            checkpoint.restore(self.optimizer, state_dict)
+            checkpoint.restore(self.optimizer, self._saved, state_dict)
         for group, before in zip(self.param_groups, schedules, strict=True) if overrides else ():
             for key in SCHEDULED:
                 group.pop(key, None)

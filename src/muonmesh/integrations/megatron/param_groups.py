@@ -51,7 +51,8 @@ def find_groups(
         split: The other arguments of `split_params`: ``muon`` and ``adamw``.
 
     Returns:
-        Param groups for `Muon` with Megatron's keys, or one empty group if there are no parameters; and overrides.
+        Param groups for `Muon` with Megatron's keys, the last one without parameters if no other has the config's rate;
+        and overrides.
     """
     keys = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     groups: dict[Any, dict[str, Any]] = {}
@@ -79,7 +80,8 @@ def find_groups(
                 for entry in EACH:
                     if entry in group:
                         groups[key][entry].append(names[local] if entry == "param_names" else group[entry][i])
-    if not groups:  # a stage with nothing to train: schedulers and logs need at least one group
+    # Schedulers need a group, and Megatron's log fails if no group has the rate of the config.
+    if not any(group["default_config"] for group in groups.values()):
         nothing = {"params": [], "param_names": [], "name": "nothing", "algorithm": "adamw"}
         groups[()] = _group(config, nothing, {}, expert=False)
     return list(groups.values()), used
