@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from muonmesh.numerics.coefficients import coefficient_schedule
-from muonmesh.numerics.kernels import norms, small
+from muonmesh.numerics.kernels import norms, roots, small
 from muonmesh.numerics.kernels import pieces as kernels
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place
 from muonmesh.numerics.kernels.tiles import multiplication
@@ -187,10 +187,14 @@ def beside() -> dict[str, Callable[..., Launch]]:
     x, number = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(2, 1, 1)
     exponents, gradient = torch.empty(2, 1, dtype=torch.int32), [torch.empty(64, 64)]
     pieces = PieceRows([Place(0, 0, 0, (64, 64), 0, (64, 1), 0, (64, 1))], SEARCHED)
+    gram, memory, steps = torch.empty(2, 64, 64), torch.empty(3, 2, 64, 64), [0.1 * n for n in range(1, 16)]
     return {
         "norms of parts": lambda **_: norms.measuring(x, exponents, number[:, 0]),
         "norms": lambda **_: norms.finding_norms(exponents, number[:, 0], exponents[:, 0], number, number),
         "powers of two": lambda **_: norms.rescaling(x, x.view(torch.float16), exponents[:, 0]),
+        "signs": lambda **_: roots.giving_signs(x.view(torch.float16)),
+        "whiten": lambda **_: roots.whitening(gram, memory, 0.1, 0.1, steps),
+        "soften": lambda **_: roots.softening(gram, number, memory, 0.1, 0.1, (0.1, 0.2, 0.3, 0.4, 0.5), steps),
         "any not zero": lambda **_: kernels.finding(gradient, pieces.number, exponents[:, 0]),
     }
 

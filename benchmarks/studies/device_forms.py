@@ -6,8 +6,10 @@
     python -m benchmarks.studies.device_forms --part momentum --momentum FILE       # of momentum.py
     python -m benchmarks.studies.device_forms --part magnitudes
     python -m benchmarks.studies.device_forms --part PART --forms fp16 deflated --all-shapes --json FILE
+    python -m benchmarks.studies.device_forms --part "large momentum" --forms fp16 deflated --json FILE
 
-The last wrote benchmarks/results/device_deflation.json.
+The last two wrote benchmarks/results/device_deflation.json; its parts "large momentum" and "large" are matrices of
+4,096 rows (`large_matrices`), which take minutes each.
 
 Figures of all parts go into one JSON file (--json); matrices that it has are not computed again. No device is needed:
 `DeviceIteration` runs with products that add up in fp32 and round once, as Triton's do. "bf16" is what devices did
@@ -25,23 +27,22 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.studies import criteria
+from benchmarks.studies import criteria, large_matrices
 from benchmarks.studies.stress import with_values
 from torch import Tensor
 
-from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
 
 OUT = Path(__file__).parents[1] / "results" / "device_forms.json"
 CHECKED_ROWS = 384
 """Of so many rows a matrix is computed in a batch too."""
-PARTS = ("ranks", "plateaus", "stress", "momentum", "magnitudes")
+PARTS = ("ranks", "plateaus", "stress", "momentum", "magnitudes", "large momentum", "large")
 
 
 def multiply(
@@ -79,7 +80,7 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
         device=torch.device("cuda"),
     )
     out = torch.empty_like(x)[None]
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([x[None]], [out], overwrite=False)
+    form.iteration(PRODUCTS).run([x[None]], [out], overwrite=False)
     if len(x) == CHECKED_ROWS:
         assert torch.equal(out[0], _in_a_batch(form, x)), "the bits of a matrix depend on its batch"
     return out[0]
@@ -88,7 +89,7 @@ def on_device(x: Tensor, coefficients: str) -> Tensor:
 def _in_a_batch(form: Orthogonalizer, x: Tensor) -> Tensor:
     pair = torch.stack([x.flip(0) * 3, x])
     out = torch.empty_like(pair)
-    DeviceIteration(form.prepared, form.segments, PRODUCTS, form.dtype).run([pair], [out], overwrite=True)
+    form.iteration(PRODUCTS).run([pair], [out], overwrite=True)
     return out[1]
 
 
@@ -117,10 +118,27 @@ def inputs(part: str, momentum: Path | None, *, all_shapes: bool = False) -> Ite
         yield from criteria.inputs(part, momentum)
 
 
+Judge = Callable[[Mapping[str, Callable[[Tensor], Tensor]]], dict[str, dict[str, float]]]
+"""Returns the figures of contenders, by name, for one matrix."""
+
+
+def cases(part: str, momentum: Path | None, *, all_shapes: bool) -> Iterator[tuple[str, list[int], Judge]]:
+    """The matrices of a part: name, shape, and what finds the figures of contenders."""
+    if part.startswith("large"):
+        for name, known in large_matrices.inputs(part):
+            yield name, list(known.x.shape), functools.partial(large_matrices.judged, known)
+        return
+    directions = 1 / 2000 if part in ("stress", "ranks") else 0
+    for name, x in inputs(part, momentum, all_shapes=all_shapes):
+        narrow = x.bfloat16().contiguous()
+        if narrow.any() and math.isfinite(float(narrow.abs().max())):
+            yield name, list(x.shape), functools.partial(criteria.judged, narrow, directions=directions)
+
+
 def broken(row: dict[str, Any], part: str, name: str, before: str) -> list[str]:
     """Say which bounds a matrix breaks, beside what was the default before."""
     usual, judged_row, label = row[before], row[name], f"{row['input']}, {name}"
-    momentum = part == "momentum"
+    momentum = part.endswith("momentum")
     bound = usual["polar"] * 1.0005 if momentum else max(1.1 * usual["polar"], 0.1)
     wrong = []
     if not judged_row["polar"] <= bound:
@@ -145,12 +163,10 @@ def main() -> None:
     known = {row["input"] for row in table}
     contenders = {name: CONTENDERS[name] for name in options.forms}
     first, *judged = options.forms
-    for name, x in inputs(options.part, options.momentum, all_shapes=options.all_shapes):
-        narrow = x.bfloat16().contiguous()
-        if name in known or not narrow.any() or not math.isfinite(float(narrow.abs().max())):
+    for name, shape, judge in cases(options.part, options.momentum, all_shapes=options.all_shapes):
+        if name in known:
             continue
-        directions = 1 / 2000 if options.part in ("stress", "ranks") else 0
-        row = {"input": name, "shape": list(x.shape), **criteria.judged(narrow, contenders, directions=directions)}
+        row = {"input": name, "shape": shape, **judge(contenders)}
         table.append(row)
         lines = (line for contender in judged for line in broken(row, options.part, contender, first))
         print(*lines, sep="\n", end="", flush=True)

@@ -21,7 +21,7 @@ from muonmesh.errors import LayoutError
 from muonmesh.layout import MeshLayout, Parameter, Plan, Replicate, Shard, make_plan, split_matrices
 from muonmesh.layout.piece_table import pieces
 from muonmesh.report.explain import imbalance
-from muonmesh.tools.forecasts.forecast import flops_of
+from muonmesh.tools.forecasts.forecast import muon_parameter
 
 COVERS = (
     "layout.owners.assign_owners",
@@ -198,9 +198,7 @@ def hsdp_layers(mesh: tuple[int, int], layers: int) -> Plan:
     ranks = tuple(range(math.prod(mesh)))
     for layer, (name, shape, spec) in itertools.product(range(layers), (*GPT2, ("down", (768, 3072), None))):
         layout = MeshLayout(shape, mesh, ranks, (Replicate(), Shard(0)))
-        matrices = split_matrices(f"{layer}.{name}", shape, spec)
-        flops = tuple(flops_of(m.rows, m.cols) for m in matrices)
-        parameters.append(Parameter(f"{layer}.{name}", layout, layout, matrices, flops, ""))
+        parameters.append(muon_parameter(f"{layer}.{name}", layout, spec))
     return make_plan(parameters, bucket_elements=10**7)
 
 

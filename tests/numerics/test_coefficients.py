@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import muonmesh as mm
+from muonmesh.layout import cost
 from muonmesh.numerics.coefficients import (
     COEFFICIENT_SETS,
     CoefficientName,
@@ -19,6 +20,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_schedule,
 )
 from muonmesh.numerics.deflation import Deflation
+from tests.support.device_form import form_of
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import run_script
 
@@ -162,21 +164,41 @@ def test_ranks_compare_a_set_of_one_s_own_by_its_polynomials() -> None:
         mm.Muon([weight], ns_coefficients="test-ranks", process_group="world").step()
 
 
-def test_auto_is_deflated_on_a_cpu_in_bf16_and_else_polar_express() -> None:
-    cpu, device = torch.device("cpu"), torch.device("meta")
-    assert choose("auto", None, device=cpu) == "deflated"
-    for steps, target, dtype in (
-        (5, cpu, torch.bfloat16),
-        (None, cpu, torch.float32),
-        (None, cpu, torch.float64),
-        (None, device, torch.bfloat16),
-        (None, None, torch.bfloat16),
+def test_auto_is_deflated_on_a_cpu_in_bf16_and_on_devices_from_4096_rows() -> None:
+    assert choose("auto", None, form="cpu") == "deflated"
+    for dtype in (torch.bfloat16, torch.float16):
+        assert choose("auto", None, 4096, form="device", dtype=dtype) == "deflated"
+    for steps, rows, form, dtype in (
+        (5, 4096, "cpu", torch.bfloat16),
+        (5, 4096, "device", torch.bfloat16),
+        (None, 4096, "cpu", torch.float32),
+        (None, 4096, "device", torch.float32),
+        (None, 4096, "cpu", torch.float64),
+        (None, 4095, "device", torch.bfloat16),
+        (None, 4096, None, torch.bfloat16),
     ):
-        assert choose("auto", steps, device=target, dtype=dtype) == "polar_express"
-    assert choose("quintic", None, device=cpu) == "quintic"
-    assert choose([JORDAN], None, device=cpu) == [JORDAN]
+        assert choose("auto", steps, rows, form=form, dtype=dtype) == "polar_express"
+    assert choose("quintic", None, form="cpu") == "quintic"
+    assert choose([JORDAN], None, 4096, form="device") == [JORDAN]
     with pytest.raises(ValueError, match="'auto', a published set"):
         mm.register_coefficients("auto", CoefficientSet((JORDAN,), "cycle"))
+
+
+def test_on_a_device_each_matrix_gets_the_set_of_its_rows() -> None:
+    """Also of one parameter that is several matrices; explain() tells it, and each set is what a step would take."""
+    fused = torch.nn.Parameter(torch.empty(6144, 4096, device="meta"))
+    group = {"params": [fused], "param_names": ["qkv"], "matrices": [("rows", 4096, 1024, 1024)]}
+    optimizer = mm.Muon([group], process_group="local")
+    explanation = optimizer.explain()
+    assert explanation.rows[0].sets == {"deflated in fp16": 1, "polar_express in fp16": 2}
+    forms = [form_of(rows, 4096, coefficients="auto") for rows in (4096, 1024)]
+    assert [form.degrees for form in forms] == [[[3, 5, 5]], [[3, 3, 3], [3, 3]]]
+    assert explanation.rows[0].flops == sum(
+        count * cost(rows, 4096, degrees=form.degrees, one_gram=form.whole, deflated=form.deflated, on_device=True)
+        for count, rows, form in zip((1, 2), (4096, 1024), forms, strict=True)
+    )
+    optimizer.param_groups[0]["ns_steps"] = 5
+    assert optimizer.explain().rows[0].sets == {"polar_express in fp16": 3}
 
 
 @pytest.mark.parametrize(("shape", "named"), [((390, 400), "deflated"), ((400, 384), "deflated"), ((383, 400), None)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +19,14 @@ from muonmesh.layout import cost
 from muonmesh.numerics import device_deflation
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, CoefficientSet, factored
 from muonmesh.numerics.deflation import Deflation
-from muonmesh.numerics.device_deflation import Squares, Step, deflate, joint_factor, norm_of
+from muonmesh.numerics.device_deflation import Step, deflate, joint_factor, norm_of
 from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.newton_schulz import Orthogonalizer, orthogonalize
+from muonmesh.numerics.newton_schulz import orthogonalize
 from muonmesh.numerics.normalize import normalize
+from muonmesh.numerics.working_memory import Squares, deflation_at_once
 from tests.device.dry_run import DryRun, dry_run
 from tests.device.simulated import SimulatedDevice
-from tests.support.device_form import TABLES, by_device_iteration
+from tests.support.device_form import TABLES, by_device_iteration, form_of, in_one_memory
 from tests.support.tensors import relative_error
 
 COVERS = ("numerics.device_deflation.deflate",)
@@ -44,12 +48,16 @@ def like_momentum(rows: int = 384) -> Tensor:
     return number**-1.5 + 0.003 * (1 - number / (rows + 40))
 
 
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
 def brought_down(x: Tensor, table: Matmuls) -> tuple[Tensor, Tensor]:
     """Matrices, (batch, rows, cols), as `deflate` is given them and as it leaves them."""
     loaded = torch.empty(x.shape, dtype=torch.float16)
     inverse, _ = normalize(x, loaded)
-    out = torch.empty_like(loaded)
-    deflate(loaded, inverse, out, VECTORS, table)
+    out = loaded.clone()
+    deflate([out], inverse, VECTORS, table, empty)
     return loaded.double(), out.double()
 
 
@@ -85,9 +93,17 @@ def test_no_singular_value_grows_whatever_the_matrix() -> None:
 
 
 def test_the_basis_holds_the_largest_directions() -> None:
-    x = with_values(torch.cat([torch.ones(8), torch.full((ROWS - 8,), 1e-3)]).double())[None]
+    x = with_values(torch.cat([torch.ones(8), torch.full((ROWS - 8,), 1e-2)]).double())[None]
     before, after = (x[0] for x in brought_down(x, TABLES["triton"]))
     assert float(torch.linalg.svdvals(after)[0] / torch.linalg.svdvals(before)[0]) < 0.06
+
+
+@pytest.mark.parametrize("rank", [1, 3, 40])
+def test_where_all_that_is_left_is_rounding_it_is_raised_no_further_than_by_polar_express(rank: int) -> None:
+    """A gradient of rank one took a step 5 times larger than Polar Express's, nearly all of it noise."""
+    x = with_values((torch.arange(384) < rank).double(), 400)[None]
+    deflated, usual = (by_device_iteration(x, coefficients=name) for name in ("deflated", "polar_express"))
+    assert float(deflated.double().norm()) < 1.1 * float(usual.double().norm())
 
 
 def test_a_joint_factor_is_the_polynomials_one_after_the_other() -> None:
@@ -98,8 +114,10 @@ def test_a_joint_factor_is_the_polynomials_one_after_the_other() -> None:
     lead, u, w, t = factored(nine)
     several = torch.tensor([1.0, 0.5], dtype=torch.float64)[:, None, None]
     steps = [Step(-1.5, 0.4 * several, 4.0 * several, w=None), Step(u * several, lead, 2.0, w=w, t=t), Step(-1.5, 0.4)]
-    multiply, squares = TABLES["torch"].multiply, Squares(2, 8, torch.float64, x.device)
-    found = joint_factor(multiply, x @ x.mT, steps, squares)
+    multiply, squares = TABLES["torch"].multiply, Squares(partial(torch.empty, 2, 8, 8, dtype=torch.float64))
+    gram = x @ x.mT
+    found = joint_factor(multiply, gram, steps, squares)
+    assert found is gram
     assert len(squares.free) == 3
     for number, matrix in enumerate(x):
         r, product, share = matrix @ matrix.mT, torch.eye(8, dtype=torch.float64), float(several[number, 0, 0])
@@ -147,18 +165,38 @@ def test_bits_follow_from_the_matrix_alone(table: str, overwrite: bool) -> None:
         assert torch.equal(turned[0].mT, result)
 
 
-def form_of(rows: int = 384, cols: int = 800, **options: Any) -> Orthogonalizer:
-    defaults = {"coefficients": "deflated", "steps": None, "method": "auto", "dtype": torch.bfloat16}
-    return Orthogonalizer.of(rows, cols, **defaults | options, kernels="torch", device=torch.device("cuda"))
+@pytest.mark.parametrize("vectors", [8, 40])
+def test_deflation_takes_no_more_memory_than_is_counted(vectors: int) -> None:
+    """Two shapes; elements of 2 bytes, each tensor up to a multiple of 64 bytes. With launches: `test_triton`."""
+    counted, shapes = 0, ((2, 48, 56), (1, 48, 333))
+
+    def counting(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nonlocal counted
+        counted += -(-math.prod(shape) * dtype.itemsize // 64) * 64
+        return torch.zeros(shape, dtype=dtype)
+
+    x = [torch.ones(shape, dtype=torch.float16) for shape in shapes]
+    deflate(x, torch.ones(3, 1, 1), vectors, TABLES["triton"], counting)
+    assert 10_000 < counted <= 2 * deflation_at_once(shapes, vectors)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_in_one_memory_a_matrix_has_the_bits_that_it_has_in_others(one_by_one: bool) -> None:
+    """With another shape; by the table and step by step, whose squares take the memory that deflation had before."""
+    inputs = [torch.stack([with_values(like_momentum(), cols, seed) for seed in (1, 2)]) for cols in (384, 416)]
+    for method in ("auto", "standard"):
+        found = in_one_memory(inputs, one_by_one, coefficients="deflated", method=method)
+        for results, matrices in zip(found, inputs, strict=True):
+            assert torch.equal(results, by_device_iteration(matrices, coefficients="deflated", method=method))
 
 
 def test_where_the_table_is_taken() -> None:
-    assert form_of().degrees == [[3, 5, 5]]
-    assert form_of(cols=384, steps=3, method="gram").degrees == [[3, 5, 5]]
+    assert form_of(384, 800, coefficients="deflated").degrees == [[3, 5, 5]]
+    assert form_of(384, 384, coefficients="deflated", steps=3, method="gram").degrees == [[3, 5, 5]]
     for options in ({"steps": 4}, {"method": "standard"}, {"dtype": torch.float32}):
-        form = form_of(**options)
+        form = form_of(384, 800, coefficients="deflated", **options)
         assert [3, 5, 5] not in form.degrees
-        assert form.prepared.deflation == Deflation()
+        assert form.deflated == 64
     x = with_values(like_momentum(), 400)
     exact = orthogonalize(x, coefficients="polar_express", steps=9, dtype=torch.float64).double()
     for dtype in (torch.float32, torch.float64):
@@ -228,13 +266,13 @@ def stepped(**settings: Any) -> DryRun:
 
 def test_a_step_takes_what_the_cost_model_says() -> None:
     """A third fewer operations than Polar Express, which keeps X and what follows it in one memory (decision 46)."""
-    forms = [form_of(*shape) for shape in LLAMA]
+    forms = [form_of(*shape, coefficients="auto") for shape in LLAMA]
     planned = sum(
         cost(*shape, degrees=form.degrees, one_gram=form.whole, deflated=form.deflated, on_device=True)
         for shape, form in zip(LLAMA, forms, strict=True)
     )
-    run, usual = stepped(ns_coefficients="deflated"), stepped(ns_coefficients="polar_express")
+    run, usual = stepped(), stepped(ns_coefficients="polar_express")
     assert run.flops == pytest.approx(planned, rel=0.05)
     assert run.flops < 0.75 * usual.flops
-    assert run.peak_bytes < 1.5 * usual.peak_bytes
-    assert run.launches < usual.launches + 3 * 140
+    assert run.peak_bytes <= 784 * 2**20  # the default budget, in which more matrices have place together
+    assert run.launches < usual.launches + 2 * 40

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from muonmesh.comm.views import by_shape
 from muonmesh.numerics.coefficients import CoefficientName
-from muonmesh.numerics.device_iteration import DeviceIteration
 from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.newton_schulz import Method, Orthogonalizer, orthogonalize
-from muonmesh.numerics.working_memory import WorkingMemory
-from tests.support.device_form import TABLES, by_device_iteration
+from muonmesh.numerics.working_memory import WorkingMemory, deflation_at_once
+from tests.support.device_form import TABLES, by_device_iteration, in_one_memory
 from tests.support.tensors import relative_error
 
 COVERS = ("numerics.device_iteration.DeviceIteration", "numerics.working_memory.WorkingMemory")
@@ -136,24 +134,7 @@ def test_in_one_memory_a_matrix_has_the_bits_that_it_has_in_others(lengths: tupl
     inputs = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     for method in ("standard", "gram"):
         options: Any = {"coefficients": steps, "method": method}
-        form = Orthogonalizer.of(
-            *(64, 80),
-            **options,
-            steps=None,
-            dtype=torch.bfloat16,
-            kernels="torch",
-            device=torch.device("cuda"),
-            in_place=True,
-        )
-        layout = replace(form.needs, one_by_one=one_by_one).layout(shapes)
-        assert layout is not None
-        memory = torch.full((layout.numel,), torch.nan, dtype=torch.bfloat16)
-        x, out = (layout.views(memory, start) for start in (layout.matrices(0), layout.results))
-        for view, matrices in zip(x, inputs, strict=True):
-            view.copy_(matrices)
-        iteration = DeviceIteration(form.prepared, form.segments, TABLES["triton"], form.dtype)
-        iteration.run(x, out, overwrite=True, memory=memory, layout=layout)
-        for results, matrices in zip(out, inputs, strict=True):
+        for results, matrices in zip(in_one_memory(inputs, one_by_one, **options), inputs, strict=True):
             assert results.isfinite().all()
             assert torch.equal(results, by_device_iteration(matrices, **options))
 
@@ -167,7 +148,9 @@ def test_nothing_in_one_memory_overlaps() -> None:
             (numbers.randint(1, 5), rows, 8 * numbers.randint(rows // 8, 40)) for _ in range(numbers.randint(1, 3))
         )
         squares = tuple(numbers.randint(2, 4) for _ in range(numbers.randint(1, 5)))
-        layout = WorkingMemory(shapes, squares, one_by_one=numbers.random() < 0.5)
+        deflated = numbers.choice([0, rows])
+        layout = WorkingMemory(shapes, squares, one_by_one=numbers.random() < 0.5, deflated=deflated)
+        assert layout.matrices(0) >= deflation_at_once(shapes, deflated)
         length = sum(count * rows * cols for count, rows, cols in shapes)
         for product_number, needed in enumerate(squares):
             begin, end = layout.matrices(product_number), layout.matrices(product_number + 1)

@@ -82,6 +82,14 @@ def test_all_steps_of_a_small_matrix_fit(script: ModuleType) -> None:
     assert kernel.tensor > 0
 
 
+@pytest.mark.parametrize(("architecture", "spilled"), [("sm_90", 24), ("sm_100", 40), ("sm_120", 0)])
+def test_functions_of_small_squares_fit(script: ModuleType, architecture: str, spilled: int) -> None:
+    """By operands in memory; with all of them in registers thousands of bytes are spilled."""
+    kernel = script.compiled(architecture, "beside", "soften")
+    assert kernel.spilled <= spilled
+    assert kernel.tensor == 0  # fp32 is not multiplied as TF32
+
+
 @pytest.mark.parametrize(("architecture", "name"), [("sm_90", "norms of parts"), ("gfx942", "any not zero")])
 def test_what_is_beside_products_fits(script: ModuleType, architecture: str, name: str) -> None:
     kernel = script.compiled(architecture, "beside", name)

@@ -235,9 +235,9 @@ SUMS = Limits(peak_mib=1312)  # (5 × 2 + 9 × 8) bytes an element of one: the s
 @pytest.mark.parametrize(
     ("mesh", "placements", "shapes", "rule", "limits"),
     [
-        pytest.param(*ONE, LLAMA * 2, "muon", Limits(155, 28, 1537, 0.0), id="one-device"),
+        pytest.param(*ONE, LLAMA * 2, "muon", Limits(200, 28, 816, 0.0), id="one-device"),
         pytest.param(*ONE, LLAMA * 32, "muon", Limits(1690, 28, 1010, 0.0), id="one-device-whole", marks=SOAK),
-        pytest.param({"shard": 8}, (Shard(0),), LLAMA * 2, "muon", Limits(85, 36, 409, 0.203423744), id="fsdp-8"),
+        pytest.param({"shard": 8}, (Shard(0),), LLAMA * 2, "muon", Limits(100, 36, 409, 0.203423744), id="fsdp-8"),
         pytest.param({"shard": 64}, (Shard(0),), LLAMA * 8, "muon", Limits(80, 49.5, 385, 0.168296448), id="fsdp-64"),
         pytest.param(
             *({"shard": 2048}, (Shard(0),), LLAMA * 8, "muon", Limits(80, 802, 385, 0.119095296)),
@@ -295,7 +295,7 @@ def test_a_large_matrix_takes_less_memory_than_with_torch(shape: tuple[int, int]
     (rows, cols) = sorted(shape)
     assert muonmesh_run.peak_bytes <= 2 * (2 * rows * cols + 4 * rows * rows) + MIB
     assert muonmesh_run.peak_bytes <= 0.7 * torch_run.peak_bytes
-    assert muonmesh_run.launches <= 40
+    assert muonmesh_run.launches <= 60
 
 
 def test_bytes_sent_are_what_the_layout_needs() -> None:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.wrappers import layers_of
-from muonmesh.layout import FlatShards, Layout
-from muonmesh.numerics.coefficients import choose
+from muonmesh.layout import FlatShards, Layout, split_matrices
 from muonmesh.numerics.dtypes import master_for
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
+from muonmesh.step.planning import set_for
 from muonmesh.step.runtime import UNCLIPPED, Runtime
 from muonmesh.step.state_layout import Precision, StateForm, check_state
 
@@ -105,10 +105,11 @@ class ParameterRecord:
     def products(self) -> str:
         """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set."""
         precision, device = self.precision, self.parameter.tensor.device
-        coefficients, steps = self.group["ns_coefficients"], self.group["ns_steps"]
-        named = choose(coefficients, steps, device=device, dtype=precision.compute)
         products = told_products(precision.kernels, device=device, dtype=precision.compute)
-        return f"{products}, {named}" if coefficients == "auto" else products
+        if self.group["ns_coefficients"] != "auto":
+            return products
+        matrices = split_matrices(self.name, self.parameter.storage.shape, self.parameter.spec)
+        return f"{products}, {set_for(self.group, matrices, device, precision)}"
 
     @property
     def dtype(self) -> torch.dtype:

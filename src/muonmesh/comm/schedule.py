@@ -28,11 +28,8 @@ from muonmesh.comm.step_callbacks import Batching, LocalBatch
 from muonmesh.comm.views import Elements, by_shape
 from muonmesh.layout import Plan
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
-from muonmesh.layout.plan import Routes
+from muonmesh.layout.plan import Routes, Shapes
 from muonmesh.numerics.kernels.threads import scratch
-
-Shapes = tuple[tuple[int, int, int], ...]
-"""The shapes of a batch of matrices, (b, rows, cols) each."""
 
 Batch = tuple[Tensor, Tensor, tuple[int, ...], Shapes]
 """Matrices one after the other, memory for their results, their assignments and their shapes."""

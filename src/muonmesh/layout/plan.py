@@ -24,7 +24,7 @@ from muonmesh.layout.relay import Relay
 Shapes = Sequence[tuple[int, int, int]]
 """Matrices that are orthogonalized together: for each shape how many, their rows and their columns."""
 
-Needs = Callable[[Shapes, int], int]
+NeededElements = Callable[[Shapes, int], int]
 """A function that returns how many elements a device needs for some matrices, and how many memories for matrices and
 results these include: none, one that both share, if they can, or two."""
 
@@ -192,7 +192,7 @@ class Plan:
         """Whether no matrix needs a transfer."""
         return not any(map(self.moves, range(len(self.assignments))))
 
-    def batch_size(self, number: int, count: int, needs: Needs) -> int:
+    def batch_size(self, number: int, count: int, needs: NeededElements) -> int:
         """Return how many of ``count`` matrices equal to this one a device orthogonalizes together, at least one.
 
         It is one more than ``count`` if there is room for others beside them.
@@ -202,13 +202,13 @@ class Plan:
         sizes = range(1, min(count + 1, _AT_ONCE // (rows * cols)) + 1)
         return max(1, bisect.bisect_right(sizes, room, key=lambda size: needs(((size, rows, cols),), memories)))
 
-    def fits_together(self, number: int, shapes: Shapes, needs: Needs) -> bool:
+    def fits_together(self, number: int, shapes: Shapes, needs: NeededElements) -> bool:
         """Return whether a device orthogonalizes matrices of several shapes together, among them this one."""
         needed = needs(shapes, self.memories(number))
         return sum(map(math.prod, shapes)) <= _AT_ONCE and needed <= self._room(number)
 
     def memories(self, number: int) -> int:
-        """Return the memories for matrices and results that count for a batch with this one (`Needs`).
+        """Return the memories for matrices and results that count for a batch with this one (`NeededElements`).
 
         Those of gathered matrices are the buffers of their bucket. Matrices that do not move may share theirs.
         """

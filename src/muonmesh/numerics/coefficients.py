@@ -116,7 +116,7 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
             _POLAR_EXPRESS_LIMIT,
         ),
         "repeat_last",
-        Deflation(64, finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT), by_table=True),
+        Deflation(64, finish=(_POLAR_EXPRESS_LIMIT, _POLAR_EXPRESS_LIMIT), has_table=True),
         steps=3,
         gram_steps=range(3, 4),
     ),
@@ -126,29 +126,37 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
 _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
 
 
+_AUTO_DEFLATES_FROM = {"cpu": 0, "device": 4096}
+"""From how many rows on "auto" is "deflated" (on a CPU `for_rows` has a bound). On a device thin products and launches
+take longer than deflation saves below it (modelled)."""
+
+
 def choose(
     coefficients: Coefficients,
     steps: int | None,
+    rows: int = 0,
     *,
-    device: torch.device | None = None,
+    form: Literal["cpu", "device"] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Coefficients:
     """Return the coefficients that "auto" stands for; all others are returned unchanged.
 
-    "auto" is "deflated" for matrices on a CPU that are computed in bf16, if ``steps`` is None; `for_rows` replaces it
-    for small matrices. Otherwise, and if the device is unknown, "auto" is "polar_express": on a device "deflated" is a
-    set by name, and fp32 and fp64 are chosen for exactness.
+    "auto" is "deflated" for matrices that are computed in bf16 or fp16, if ``steps`` is None: on a CPU for all, which
+    `for_rows` replaces for small matrices, on a device from 4,096 rows on. Otherwise, and if it is unknown where they
+    are computed, "auto" is "polar_express": fp32 and fp64 are chosen for exactness.
 
     Args:
         coefficients: The coefficients, as for `orthogonalize`.
         steps: The number of steps or None, as for `orthogonalize`.
-        device: The device of the matrices; None if unknown.
+        rows: The number of rows of the matrices, rows ≤ cols.
+        form: Whose form the iteration has (`newton_schulz.form_of`); None if unknown.
         dtype: The compute dtype.
     """
     if not isinstance(coefficients, str) or coefficients != "auto":
         return coefficients
-    on_cpu = device is not None and device.type == "cpu"
-    return "deflated" if on_cpu and dtype == torch.bfloat16 and steps is None else "polar_express"
+    if form is None or dtype.itemsize != 2 or steps is not None:
+        return "polar_express"
+    return "deflated" if rows >= _AUTO_DEFLATES_FROM[form] else "polar_express"
 
 
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:

@@ -46,13 +46,13 @@ class Deflation:
     Attributes:
         vectors: How many of the largest singular values are reduced to the smallest among them.
         finish: Polynomials that are applied last if the result is not yet near its polar factor.
-        by_table: Whether a device takes three other polynomials, which follow for each matrix from how far the bound of
-            its largest singular value fell (`muonmesh.numerics.device_deflation`).
+        has_table: Whether a device may take three other polynomials, which follow for each matrix from how far the
+            bound of its largest singular value fell (`muonmesh.numerics.device_deflation`).
     """
 
     vectors: int = 64
     finish: tuple[tuple[float, ...], ...] = ()
-    by_table: bool = False
+    has_table: bool = False
 
     def falls_short(self, x: Tensor, loaded: Tensor, norm: Tensor) -> bool:
         """Return whether a result needs `finish`, for one matrix on a CPU; False if it is not finite.
@@ -176,10 +176,10 @@ def _just_narrowed(values: Tensor, norm: Tensor) -> Tensor:
     return largest * heights[first]
 
 
-def signs(rows: int, cols: int) -> Tensor:
+def signs(rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
     """Return a matrix of 1 and −1 as if drawn at random, int32 (rows, cols), the same in every version of torch.
 
     The bits are those of MurmurHash3's finaliser (A. Appleby) of each element's number.
     """
-    bits = mixed(torch.arange(rows * cols, dtype=torch.int32, device="cpu")).bitwise_and_(1)
+    bits = mixed(torch.arange(rows * cols, dtype=torch.int32, device=device)).bitwise_and_(1)
     return (1 - 2 * bits).view(rows, cols)

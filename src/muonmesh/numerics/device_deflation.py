@@ -8,7 +8,9 @@ table on the device (`factor_by_table`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2, prod
 from typing import NamedTuple
 
@@ -16,9 +18,10 @@ import torch
 from torch import Tensor
 
 from muonmesh.numerics.coefficients import Polynomial, coefficient_schedule
-from muonmesh.numerics.deflation import keep_on, probe
+from muonmesh.numerics.deflation import keep_on, signs
 from muonmesh.numerics.kernels import Matmuls
-from muonmesh.numerics.kernels.product_table import Number
+from muonmesh.numerics.kernels.product_table import SMALL_ROWS, Number, SquareFunctions
+from muonmesh.numerics.working_memory import Squares
 
 FIRST_GRAM = 2.0**14
 """What the first Gram matrix is multiplied by: its singular values are at most 1, and most are far below it."""
@@ -38,6 +41,12 @@ _SHIFT = 3e-6
 """What is added to a Gram matrix of trace 1, so that rounding leaves no negative eigenvalues (arXiv 1809.11085)."""
 _FROM_SHIFT, _FROM_FLOOR = coefficient_schedule("polar_express", 7), coefficient_schedule("polar_express", 7)[2:]
 """Polynomials that bring the roots of all eigenvalues from `_SHIFT`, or from `_FLOOR`², to 1 in 1 to 1.001."""
+_TO_ONE = coefficient_schedule("polar_express", 8)[2:]
+"""One more, which brings them to 1 in fp32: what Q leaves of X is told from what it finds."""
+_LEFT = 3e-4
+"""If Q leaves less than this of ‖X‖², it may all be rounding: in bf16 that is 1e-6, but what Q finds is known to 2e-4
+only. Then the largest values are brought down to `_NARROWED` times the norm about."""
+_NARROWED = 0.2
 
 
 class Step(NamedTuple):
@@ -78,18 +87,6 @@ _FALLS = tuple(5 * 2.4 ** (row / 11) for row in range(1, 12))
 """By how much the bound of the largest singular value must have fallen for each row but the first: 1000·l."""
 
 
-class Squares:
-    """Memory for squares of a batch of matrices, which is used again: (count, rows, rows)."""
-
-    def __init__(self, count: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = (count, rows, rows), dtype, device
-        self.free: list[Tensor] = []
-
-    def take(self) -> Tensor:
-        """Return memory that is free."""
-        return self.free.pop() if self.free else torch.empty(self._shape, dtype=self._dtype, device=self._device)
-
-
 def joint_factor(
     multiply: Callable[..., Tensor],
     r: Tensor,
@@ -106,7 +103,7 @@ def joint_factor(
 
     Args:
         multiply: `Matmuls.multiply`.
-        r: The Gram matrix times ``gram``. It is overwritten, and given to ``squares`` in the end.
+        r: The Gram matrix times ``gram``. Its memory gets the result.
         steps: The steps of it, with leads that are ``unit``/``gram`` times as large.
         squares: Memory.
         gram, unit: Powers of two.
@@ -117,84 +114,147 @@ def joint_factor(
         z = multiply(r, r, ((r, step.u),), squares.take(), 1 / gram, 1.0 if step.w is not None else step.lead)
         if step.w is not None:
             h, z = z, multiply(z, z, ((z, step.w), (r, step.t)), squares.take(), 1 / gram, step.lead)
-            squares.free.append(h)
+            squares.give(h)
         before, product = product, z
-        if number == 2:  # the first is without its identity: (1 + Z)(1 + Z₁)
-            terms = ((before, 1.0), (z, 1.0))
-            product = multiply(z, before, terms, squares.take(), 1 / unit, symmetric=not last, identity=unit)
-        elif before is not None:
-            product = multiply(z, before, ((before, 1.0),), squares.take(), 1 / unit, symmetric=not last)
-        squares.free += () if before is None else (before,)
+        if before is not None:
+            # The first is without its identity: (1 + Z)(1 + Z₁).
+            terms = ((before, 1.0), (z, 1.0)) if number == 2 else ((before, 1.0),)
+            more = {"symmetric": not last, "identity": unit if number == 2 else 0.0}
+            product = multiply(z, before, terms, r if last else squares.take(), 1 / unit, **more)
+            squares.give(before)
         if not last:
             half = multiply(z, r, ((r, 1.0),), squares.take(), 1 / unit)
             multiply(z, half, ((half, 1.0),), r, 1 / unit, step.growth)
-            squares.free.append(half)
-        squares.free += () if before is None else (z,)
-    squares.free.append(r)
+            squares.give(half)
+        if before is not None:
+            squares.give(z)
     assert product is not None
     return product
 
 
-def deflate(x: Tensor, inverse: Tensor, out: Tensor, vectors: int, matmuls: Matmuls) -> None:
-    """Write matrices with their largest singular values brought down.
+def deflate(
+    x: Sequence[Tensor],
+    inverse: Tensor,
+    vectors: int,
+    matmuls: Matmuls,
+    memory: Callable[[Sequence[int], torch.dtype], Tensor],
+) -> None:
+    """Bring down the largest singular values of matrices, in place.
 
     As in `muonmesh.numerics.deflation`, Y = X Xᵀ Ω, Q is a basis of Y's columns, and Q Qᵀ X = U S Vᵀ. Here X becomes
     X − X V (1 − f(S)/S) Vᵀ, where f(S)/S = 1 − (1 − R²)(1 − R/2) with R = (1 + S²/τ²)^-½: small values stay, and large
     ones come near .5 to .8 τ. τ is 1.5 times what Q leaves of X in the middle, a tenth of what it finds in the middle,
-    or 1/32 of a bound of the largest value, whichever is largest.
+    or 1/32 of a bound of the largest value, whichever is largest. If next to nothing is left, τ is at least a fifth of
+    the norm: small values are then raised as far as by "polar_express", and no further.
 
     Whatever Q is, no singular value grows, because X is multiplied by a contraction.
 
     Args:
-        x: The matrices, (batch, rows, cols), rows ≤ cols, with norms in [2¹², 2¹³).
-        inverse: The inverses of their norms, (batch, 1, 1).
-        out: Memory for the results, as x.
+        x: The matrices, for each shape (batch, rows, cols), rows ≤ cols, with norms in [2¹², 2¹³). The rows are alike.
+        inverse: The inverses of the norms of all matrices, (matrices, 1, 1).
         vectors: The number of values to bring down, at most the number of rows.
         matmuls: The products.
+        memory: Returns memory of a shape and dtype (`working_memory.deflation_at_once`).
     """
-    multiply, (batch, rows, cols) = matmuls.multiply, x.shape
-    exact = torch.promote_types(x.dtype, torch.float32)
-    squares = Squares(batch, vectors, exact, x.device)
+    multiply, counts, (_, rows, _), dtype = matmuls.multiply, list(map(len, x)), x[0].shape, x[0].dtype
+    exact, number = torch.promote_types(dtype, torch.float32), sum(counts)
+    omega, thin = memory((vectors, rows), dtype), [memory((len(part), vectors, part.shape[2]), dtype) for part in x]
+    y, once = (memory((number, vectors, rows), exact) for _ in range(2))
+    basis, gram = memory((number, vectors, rows), dtype), memory((number, vectors, vectors), exact)
+    functions = _Functions.of(matmuls, gram, memory)
 
-    def memory(*shape: int, dtype: torch.dtype = exact) -> Tensor:
-        return torch.empty(batch, *shape, dtype=dtype, device=x.device)
+    def by_shape(*batches: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(x, thin, *(torch.split(batch, counts) for batch in batches), strict=True)
 
-    # No entry of Ω X is more than √rows times the norm.
-    signs, thin = probe(x, vectors).expand(batch, -1, -1), memory(vectors, cols, dtype=x.dtype)
-    multiply(signs, x, (), thin, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
-    y = multiply(thin, x.mT, (), memory(vectors, rows), symmetric=False)
-    once = _whitened(y, _FROM_SHIFT, memory(vectors, rows), squares, matmuls)
-    basis = _whitened(once, _FROM_FLOOR, memory(vectors, rows, dtype=x.dtype), squares, matmuls)
-    inside = multiply(basis, x, (), thin, symmetric=False)
-    gram = multiply(inside, None, (), squares.take(), _UNIT**2)
-    captured, largest = norm_of(inside, matmuls).mul(_UNIT).square(), norm_of(gram, matmuls)
-    outside = inverse.reciprocal().mul(_UNIT).square().sub(captured).clamp_min(0.0)
-    target = torch.maximum(outside.mul(2.25 / max(1, rows - vectors)), captured.mul(0.01 / vectors))
-    target = torch.maximum(target, largest.mul(_FLOOR**2))
-    # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
-    bound = largest.div(target).add(1.0)
-    r = torch.mul(gram, bound.mul(target).reciprocal(), out=squares.take())
-    r.diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])
-    root, slope = joint_factor(multiply, r, [_step(p) for p in _FROM_FLOOR], squares), _slope(_FROM_FLOOR)
-    square = multiply(root, root, (), squares.take(), slope**2, bound.reciprocal())
-    middle = squares.take()
-    multiply(square, root, ((square, bound.sqrt()),), middle, -slope / 2, bound.sqrt().mul(target).reciprocal())
-    turned = multiply(x, inside.mT, (), memory(rows, vectors), _UNIT**2, symmetric=False)
-    turned = multiply(turned, middle, (), memory(rows, vectors, dtype=x.dtype), symmetric=False)
-    multiply(turned, inside, ((x, 1.0),), out, -1.0, symmetric=False)
+    if matmuls.signs is None:
+        omega.copy_(signs(vectors, rows, omega.device))
+    else:
+        matmuls.signs(omega)
+    for part, short, into in by_shape(y):  # no entry of Ω X is more than √rows times the norm
+        multiply(omega.expand(len(part), -1, -1), part, (), short, 2.0 ** -ceil(log2(rows) / 2), symmetric=False)
+        multiply(short, part.mT, (), into, symmetric=False)
+    for batch, polynomials, into in ((y, _FROM_SHIFT, once), (once, _TO_ONE, basis)):
+        multiply(batch, None, (), gram)
+        multiply(functions.whiten(gram, polynomials), batch, (), into, symmetric=False)
+    for part, short, q, into in by_shape(basis, gram):
+        multiply(q, part, (), short, symmetric=False)
+        multiply(short, None, (), into, _UNIT**2)
+    middle = functions.soften(gram, inverse, rows)
+    turned, narrow = y.view(number, rows, vectors), basis.view(number, rows, vectors)
+    for part, short, into in by_shape(turned):
+        multiply(part, short.mT, (), into, _UNIT**2, symmetric=False)
+    multiply(turned, middle, (), narrow, symmetric=False)
+    for part, short, left in by_shape(narrow):
+        multiply(left, short, ((part, 1.0),), part, -1.0, symmetric=False)
 
 
-def _whitened(y: Tensor, polynomials: Sequence[Polynomial], out: Tensor, squares: Squares, matmuls: Matmuls) -> Tensor:
-    """Write an orthonormal basis of the rows of Y, (Y Yᵀ)^-½ Y, to ``out``; Y is overwritten.
+@dataclass(frozen=True)
+class _Functions:
+    """Functions of Gram matrices, (matrices, vectors, vectors), that replace them.
 
-    Of directions that are far smaller than the others it has less than their whole length.
+    Attributes:
+        matmuls: The products.
+        launches: What does each in one launch; None: products do.
+        room: Memory for three squares of each matrix.
     """
-    y.mul_(norm_of(y, matmuls).reciprocal())
-    r = matmuls.multiply(y, None, (), squares.take(), identity=_SHIFT)
-    root = joint_factor(matmuls.multiply, r, [_step(p) for p in polynomials], squares)
-    result = matmuls.multiply(root, y, (), out, _slope(polynomials), symmetric=False)
-    squares.free.append(root)
-    return result
+
+    matmuls: Matmuls
+    launches: SquareFunctions | None
+    room: Tensor
+
+    @staticmethod
+    def of(matmuls: Matmuls, gram: Tensor, memory: Callable[[Sequence[int], torch.dtype], Tensor]) -> _Functions:
+        """Return the functions for such matrices."""
+        number, vectors, _ = gram.shape
+        launches = matmuls.of_squares if vectors <= SMALL_ROWS and gram.dtype == torch.float32 else None
+        side = vectors if launches is None else SMALL_ROWS
+        return _Functions(matmuls, launches, memory((3, number, side, side), gram.dtype))
+
+    def whiten(self, gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+        """Make (Y Yᵀ)^-½ of Y Yᵀ, so that its product with Y has orthonormal rows.
+
+        Of directions that are far smaller than the others it leaves less than their whole length.
+        """
+        slope = _slope(polynomials)
+        if self.launches is not None:
+            self.launches.whiten(gram, self.room, _SHIFT, slope, _numbers(polynomials))
+            return gram
+        trace = self._trace(gram)
+        gram.mul_(trace.reciprocal()).diagonal(dim1=-2, dim2=-1).add_(_SHIFT)
+        return self._joint_factor(gram, polynomials).mul_(trace.rsqrt().mul_(slope))
+
+    def soften(self, gram: Tensor, inverse: Tensor, rows: int) -> Tensor:
+        """Make (1 − f(S)/S)/S² of S² (`deflate`), which is multiplied by `_UNIT`², for matrices of so many rows."""
+        vectors, slope = gram.shape[1], _slope(_FROM_FLOOR)
+        shares = 2.25 / max(1, rows - vectors), 0.01 / vectors, _FLOOR**2, _LEFT, _NARROWED**2
+        if self.launches is not None:
+            self.launches.soften(gram, inverse, self.room, _UNIT, slope, shares, _numbers(_FROM_FLOOR))
+            return gram
+        multiply, captured, largest = self.matmuls.multiply, self._trace(gram), norm_of(gram, self.matmuls)
+        total = inverse.reciprocal().mul(_UNIT).square()
+        outside = total.sub(captured)
+        target = torch.maximum(outside.mul(shares[0]), captured.mul(shares[1]))
+        target = torch.maximum(target, largest.mul(shares[2]))
+        target = torch.where(outside < total.mul(_LEFT), torch.maximum(target, total.mul(shares[4])), target)
+        # B = 1 + S²/τ² is divided by a bound of it. With its inverse root R, R² − R³/2 over τ² is (1 − f(S)/S)/S².
+        bound = largest.div(target).add(1.0)
+        gram.mul_(bound.mul(target).reciprocal()).diagonal(dim1=-2, dim2=-1).add_(bound.reciprocal()[..., 0])
+        root, (square, middle, _) = self._joint_factor(gram, _FROM_FLOOR), self.room
+        multiply(root, root, (), square, slope**2, bound.reciprocal())
+        terms = ((square, bound.sqrt()),)
+        return multiply(square, root, terms, middle, -slope / 2, bound.sqrt().mul(target).reciprocal())
+
+    def _joint_factor(self, gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
+        squares = Squares(partial(torch.empty_like, gram), free=self.room.unbind())
+        return joint_factor(self.matmuls.multiply, gram, [_step(p) for p in polynomials], squares)
+
+    def _trace(self, gram: Tensor) -> Tensor:
+        return norm_of(gram.diagonal(dim1=-2, dim2=-1).sqrt()[:, None], self.matmuls).square()
+
+
+def _numbers(polynomials: Sequence[Polynomial]) -> tuple[float, ...]:
+    """Return u, lead and growth of the steps of quintics, one step after the other."""
+    return tuple(number for p in polynomials for number in (p[1] / p[2], p[2] / p[0], p[0] ** 2))
 
 
 def _step(p: Polynomial) -> Step:
@@ -223,13 +283,13 @@ def factor_by_table(r: Tensor, squares: Squares, matmuls: Matmuls) -> tuple[Tens
     deflation, and says which row of the table a matrix takes.
 
     Args:
-        r: Gram matrices of X/ν, times `FIRST_GRAM`; overwritten, and given to ``squares`` in the end.
+        r: Gram matrices of X/ν, times `FIRST_GRAM`. Their memory gets the result.
         squares: Memory.
         matmuls: The products.
     """
     square = matmuls.multiply(r, r, (), squares.take(), 1 / FIRST_GRAM)
     bound = norm_of(square, matmuls).mul(FIRST_GRAM).sqrt()  # n² · FIRST_GRAM
-    squares.free.append(square)
+    squares.give(square)
     fell = bound.div(FIRST_GRAM).rsqrt()
     falls = keep_on(fell, "falls", lambda: torch.tensor(_FALLS, dtype=fell.dtype, device="cpu"))
     table = keep_on(fell, "table", lambda: torch.tensor(_TABLE, dtype=fell.dtype, device="cpu"))

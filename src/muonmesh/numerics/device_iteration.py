@@ -11,18 +11,19 @@ a plain product (docs/internals/numerics.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import ceil, log2, prod
 
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.coefficients import CoefficientSet, Polynomial, factored, height
-from muonmesh.numerics.device_deflation import FACTOR, FIRST_GRAM, Squares, deflate, factor_by_table, norm_of
+from muonmesh.numerics.coefficients import Polynomial, factored, height
+from muonmesh.numerics.device_deflation import FACTOR, FIRST_GRAM, deflate, factor_by_table, norm_of
 from muonmesh.numerics.iteration import buffers_of
 from muonmesh.numerics.kernels import Matmuls
 from muonmesh.numerics.kernels.toolchain import DTYPES
 from muonmesh.numerics.normalize import normalize, store
-from muonmesh.numerics.working_memory import WorkingMemory
+from muonmesh.numerics.working_memory import PlacedBatch, Squares
 
 _GRAM = 2.0**10
 """What Gram matrices are multiplied by. Their singular values are at most about 3 in a published set."""
@@ -79,71 +80,91 @@ class DeviceIteration:
     others are one launch each for all matrices.
 
     Args:
-        prepared, segments, matmuls, dtype: The coefficients, products and dtype that an `Orthogonalizer` has resolved.
+        segments: The polynomials, grouped by the product with X that applies them.
+        matmuls, dtype: The products and dtype that an `Orthogonalizer` has resolved.
+        deflated: How many singular values are reduced first.
+        by_table: Whether each matrix then takes the polynomials of its row of a table, in place of those of the only
+            segment.
     """
 
     def __init__(
-        self, prepared: CoefficientSet, segments: Sequence[tuple[Polynomial, ...]], matmuls: Matmuls, dtype: torch.dtype
-    ) -> None:
-        self._prepared, self._segments, self._matmuls, self._dtype = prepared, segments, matmuls, dtype
-
-    def run(
         self,
-        matrices: Sequence[Tensor],
-        out: Sequence[Tensor],
+        segments: Sequence[tuple[Polynomial, ...]],
+        matmuls: Matmuls,
+        dtype: torch.dtype,
         *,
-        overwrite: bool,
-        memory: Tensor | None = None,
-        layout: WorkingMemory | None = None,
+        deflated: int = 0,
+        by_table: bool = False,
     ) -> None:
+        self._segments, self._matmuls, self._dtype = segments, matmuls, dtype
+        self._deflated, self._by_table = deflated, by_table
+
+    def run(self, matrices: Sequence[Tensor], out: Sequence[Tensor], *, overwrite: bool) -> None:
         """Orthogonalize ``matrices`` into ``out``, for each shape (batch, m, n).
 
         Args:
             matrices, out: The matrices, and where the results go.
             overwrite: Whether the memory of the matrices may be used.
-            memory: What both lie in, and the only memory for squares; None: squares get memory of their own.
-            layout: Where they lie there; None with deflation.
         """
-        deflation = self._prepared.deflation
-        self._counts, turns = list(map(len, matrices)), len(self._segments) + (deflation is not None)
-        self._memory, self._layout, self._free = memory, layout, list[Tensor]()
-        self._lasting_square: Tensor | None = None
-        if memory is None or layout is None:
-            pairs = [
-                buffers_of(x, into, self._dtype, turns=turns, overwrite=overwrite, shape_number=number)
-                for number, (x, into) in enumerate(zip(matrices, out, strict=True))
-            ]
-        else:
-            self._memory = memory = memory.view(self._dtype)
-            pairs = list(
-                zip(*(layout.views(memory, layout.matrices(product_number)) for product_number in (0, 1)), strict=True)
-            )
+        turns = len(self._segments)
+        pairs = [
+            buffers_of(x, into, self._dtype, turns=turns, overwrite=overwrite, shape_number=number)
+            for number, (x, into) in enumerate(zip(matrices, out, strict=True))
+        ]
+        self._run(matrices, out, pairs, None)
+
+    def run_in_place(self, batch: PlacedBatch) -> None:
+        """Orthogonalize a batch in the memory that it lies in, whose dtype is of the size of the compute dtype."""
+        placed = PlacedBatch(batch.memory.view(self._dtype), batch.layout)
+        pairs = list(zip(placed.matrices(0), placed.matrices(1), strict=True))
+        self._run(batch.matrices(0), batch.results, pairs, placed)
+
+    def _run(
+        self,
+        matrices: Sequence[Tensor],
+        out: Sequence[Tensor],
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        placed: PlacedBatch | None,
+    ) -> None:
+        """Orthogonalize matrices with memory for X and the next X of each shape; squares lie where a batch says."""
+        self._counts, self._placed = list(map(len, matrices)), placed
+        turns = len(self._segments)
         self._iterates = [_Iterates(*pair, into, turns=turns) for pair, into in zip(pairs, out, strict=True)]
         for iterates, x in zip(self._iterates, matrices, strict=True):
             iterates.load(x, self._matmuls.normalize)
-        if deflation is not None:
-            for iterates in self._iterates:
-                x, into = iterates.x, iterates.following
-                deflate(x, iterates.inverse, into, deflation.vectors, self._matmuls)
-                iterates.x, iterates.following = into, x
-        if deflation is not None and deflation.by_table:
-            self._take_by_table()
-        else:
-            if deflation is not None:
-                self._bound_closer()
-            self._take()
+        if self._deflated:
+            self._deflate()
+        x, count = self._iterates[0].x, sum(self._counts)
+        # No method of this object, or it and the memory of the batch would live until Python looks for cycles.
+        self._new_square = partial(torch.empty, (count, x.shape[1], x.shape[1]), dtype=self._dtype, device=x.device)
+        self._squares = Squares(self._new_square)
+        self._begin(0)
+        if self._deflated and not self._by_table:
+            self._bound_closer()
+        self._take()
         for iterates, into in zip(self._iterates, out, strict=True):
             if iterates.x is not into:
                 store(iterates.x, into)
 
+    def _deflate(self) -> None:
+        """Bring the largest singular values of X down, in place."""
+        device, placed = self._iterates[0].x.device, self._placed
+        inverses = [iterates.inverse for iterates in self._iterates]
+        deflate(
+            [iterates.x for iterates in self._iterates],
+            torch.cat(inverses) if len(inverses) > 1 else inverses[0],
+            self._deflated,
+            self._matmuls,
+            (lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+            if placed is None
+            else placed.take_in_turn(),
+        )
+
     def _begin(self, product_number: int) -> None:
         """Begin with the memory that squares have after so many products X ← Q X."""
-        if self._memory is None or self._layout is None:
-            return
-        count, rows = sum(self._counts), self._iterates[0].x.shape[1]
-        form, first = ((count, rows, rows), (rows * rows, rows, 1)), self._memory.storage_offset()
-        starts = self._layout.places(product_number)
-        self._lasting_square, *self._free = [self._memory.as_strided(*form, first + start) for start in starts]
+        if self._placed is not None:
+            lasting, *free = self._placed.squares(product_number)
+            self._squares = Squares(self._new_square, free, lasting)
 
     def _by_shape(self, squares: Tensor) -> Iterator[tuple[_Iterates, Tensor]]:
         """Iterate over the shapes, each with its part of what there is for each matrix."""
@@ -151,37 +172,24 @@ class DeviceIteration:
 
     def _bound_closer(self) -> None:
         """Make ν the Schatten norm (Σσ⁸)^⅛, which bounds the largest singular value more closely."""
-        a, square = self._gram(self._square()), self._lasting()
+        a, square = self._gram(), self._squares.take(lasts=True)
         self._matmuls.multiply(a, a, (), square, 2.0**14 / _GRAM**2)
         for iterates, inverse in self._by_shape(norm_of(square, self._matmuls).mul(2.0**-14).rsqrt()):
             iterates.divide(inverse)
-        self._release(a)
-        self._release(square)
-
-    def _take_by_table(self) -> None:
-        """X ← three polynomials of X/(n·ν) on one Gram matrix, where n·ν is (Σσ⁸)^⅛ and a matrix has its own row."""
-        multiply, x = self._matmuls.multiply, self._iterates[0].x
-        squares = Squares(sum(self._counts), x.shape[1], self._dtype, x.device)
-        r = squares.take()
-        for iterates, part in self._by_shape(r):
-            multiply(iterates.x, None, (), part, FIRST_GRAM / _GRAM, iterates.of_gram)
-        product, scales = factor_by_table(r, squares, self._matmuls)
-        for (iterates, part), (_, scale) in zip(self._by_shape(product), self._by_shape(scales), strict=True):
-            last = iterates.inverse * scale
-            multiply(part, iterates.x, (), iterates.result, 1 / FACTOR, last, symmetric=False)
-            iterates.x = iterates.result
+        self._squares.give(a, square)
 
     def _take(self) -> None:
         """X ← p(X) for the polynomials of each segment, and the last result divided by ν."""
+        one_by_one = self._placed is not None and self._placed.layout.one_by_one
         for product_number, segment in enumerate(self._segments):
             last = product_number + 1 == len(self._segments)
-            self._begin(product_number)
-            factors, constant, power = self._factor(segment)
+            if product_number:
+                self._begin(product_number)
+            factors, constant, power = self._factor_by_table() if self._by_table else self._factor(segment)
             parts = list[tuple[Tensor, ...]]()  # in the order of the matrices
             for iterates, factor in self._by_shape(factors):
                 of_shape = [factor, iterates.x, iterates.result if last else iterates.following]
                 of_shape += [iterates.inverse] if last else []
-                one_by_one = self._layout is not None and self._layout.one_by_one
                 parts += (
                     zip(*(torch.split(whole, 1) for whole in of_shape), strict=True)
                     if one_by_one
@@ -192,13 +200,20 @@ class DeviceIteration:
                 self._matmuls.multiply(factor, x, terms, into, 1 / power, *scale, symmetric=False)
             for iterates in self._iterates:
                 iterates.x, iterates.following = iterates.result if last else iterates.following, iterates.x
-            self._release(factors)
+            self._squares.give(factors)
+
+    def _factor_by_table(self) -> tuple[Tensor, float, float]:
+        """As `_factor`, of three polynomials of X/(n·ν), where n·ν is (Σσ⁸)^⅛ and each matrix has its own row."""
+        factor, scales = factor_by_table(self._gram(FIRST_GRAM / _GRAM, lasts=True), self._squares, self._matmuls)
+        for iterates, scale in self._by_shape(scales):
+            iterates.inverse = iterates.inverse * scale
+        return factor, 0.0, FACTOR
 
     def _factor(self, polynomials: Sequence[Polynomial]) -> tuple[Tensor, float, float]:
         """Return Q, μ and s so that Q/s + μ is the factor of X of some steps, all on one Gram matrix."""
         multiply, single = self._matmuls.multiply, len(polynomials) == 1
         # The result goes to the memory that stays while X moves: a polynomial of R, or at last what has been R's.
-        r = self._gram(self._square() if single else self._lasting())
+        r = self._gram(lasts=not single)
         factor: Tensor | None = None
         constant, power = 1.0, 1.0
         for number, p in enumerate(polynomials, 1):
@@ -213,22 +228,22 @@ class DeviceIteration:
             else:  # (Z + p₀)(Q + μ)
                 joint_power = _power(prod(map(height, polynomials[:number])))
                 terms = [(factor, p0 * joint_power / power), (z, constant * joint_power / step_power)]
-                joined = r if last else self._square()
+                joined = r if last else self._squares.take()
                 more = {"identity": p0 * constant * joint_power}
                 multiply(z, factor, terms[: 2 if constant else 1], joined, joint_power / (step_power * power), **more)
-                self._release(factor)
+                self._squares.give(factor)
                 constant, power = 0.0, joint_power
             if not last:  # the next Gram matrix, (Z + p₀) R (Z + p₀)
-                half = self._square()
+                half = self._squares.take()
                 multiply(z, r, ((r, p0),), half, 1 / step_power)
                 multiply(z, half, ((half, p0),), r, 1 / step_power)
-                self._release(half)
+                self._squares.give(half)
             if joined is not z:
-                self._release(z)
+                self._squares.give(z)
             factor = joined
         assert factor is not None
         if factor is not r:
-            self._release(r)
+            self._squares.give(r)
         return factor, constant, power
 
     def _polynomial(
@@ -238,49 +253,34 @@ class DeviceIteration:
 
         ``lasts`` says that it must stay while X moves.
         """
-        multiply, place = self._matmuls.multiply, self._lasting if lasts else self._square
+        multiply, take = self._matmuls.multiply, self._squares.take
         if len(p) == 2:
-            return torch.mul(r, p[1] * power / _GRAM, out=place())
+            return torch.mul(r, p[1] * power / _GRAM, out=take(lasts=lasts))
         if len(p) == 5 and p[4]:
             lead, u, w, t = factored(p)
-            h, out = self._square(), place()
+            h, out = take(), take(lasts=lasts)
             multiply(r, r, ((r, u),), h, 1 / _GRAM)
             summands = (h, lead * w * power / _GRAM), (r, lead * t * power / _GRAM)
             multiply(h, h, summands, out, lead * power / _GRAM**2, identity=identity * power)
-            self._release(h)
+            self._squares.give(h)
             return out
         powers = range(len(p) - 3, 0, -1)  # Horner's scheme; two memories take turns
-        out = self._square() if len(powers) % 2 else place()
+        out = take(lasts=lasts and not len(powers) % 2)
         terms, alpha = ((r, p[-2] * power / _GRAM),), p[-1] * power / _GRAM**2
         multiply(r, r, terms, out, alpha, identity=0.0 if powers else identity * power)
         for number in powers:
-            out, before = place() if number % 2 else self._square(), out
+            out, before = take(lasts=lasts and bool(number % 2)), out
             more = {"identity": identity * power if number == 1 else 0.0}
             multiply(before, r, ((r, p[number] * power / _GRAM),), out, 1 / _GRAM, **more)
-            self._release(before)
+            self._squares.give(before)
         return out
 
-    def _gram(self, squares: Tensor) -> Tensor:
-        """Return X Xᵀ of the matrices divided by their norm, times `_GRAM`, in ``squares``."""
+    def _gram(self, scale: float = 1.0, *, lasts: bool = False) -> Tensor:
+        """Return X Xᵀ of the matrices divided by their norm, times `_GRAM` and ``scale``."""
+        squares = self._squares.take(lasts=lasts)
         for iterates, square in self._by_shape(squares):
-            self._matmuls.multiply(iterates.x, None, (), square, scale=iterates.of_gram)
+            self._matmuls.multiply(iterates.x, None, (), square, scale, iterates.of_gram)
         return squares
-
-    def _square(self) -> Tensor:
-        """Return memory for a square of each matrix, (matrices, rows, rows), that is free."""
-        if self._free or self._layout is not None:
-            return self._free.pop()
-        x = self._iterates[0].x
-        return torch.empty(sum(self._counts), x.shape[1], x.shape[1], dtype=self._dtype, device=x.device)
-
-    def _lasting(self) -> Tensor:
-        """Return the memory of this kind that stays while X moves; nothing else is in it."""
-        return self._square() if self._lasting_square is None else self._lasting_square
-
-    def _release(self, square: Tensor) -> None:
-        """Give memory back."""
-        if square is not self._lasting_square:
-            self._free.append(square)
 
 
 def _power(height: float) -> float:

@@ -36,7 +36,7 @@ from muonmesh.numerics.kernels.product_table import ALIGNMENT
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import alone, plain_modes, run_on_one_thread
 from muonmesh.numerics.precision import exact_products
-from muonmesh.numerics.working_memory import Needs, Shapes, squares_at_once
+from muonmesh.numerics.working_memory import BatchShape, Needs, PlacedBatch, squares_at_once
 
 Method: TypeAlias = Literal["auto", "standard", "gram"]
 """How the polynomials are applied to a matrix: "standard" step by step, "gram" through its Gram matrix, "auto" by the
@@ -74,7 +74,8 @@ def orthogonalize(
     Args:
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
-            the default of `Muon`, is "deflated" on a CPU in bf16 without `steps`, and "polar_express" otherwise.
+            the default of `Muon`, is "deflated" in bf16 and fp16 without `steps`, on a CPU from 384 rows on and on a
+            device from 4,096, and "polar_express" otherwise.
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
             "deepseekv4" and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
@@ -152,36 +153,34 @@ class Orthogonalizer:
     ) -> Orthogonalizer:
         """Resolve the options of `orthogonalize` for matrices of one shape."""
         rows, cols = sorted((rows, cols))
-        on_device = device.type != "cpu" or kernels == "triton"
-        if dtype == torch.float16 and not on_device:
+        form = form_of(device, kernels)
+        if dtype == torch.float16 and form == "cpu":
             write = "Write torch.bfloat16, which devices compute in fp16 too"
             raise TypeError(explain_error("compute dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
-        if dtype == torch.bfloat16 and on_device:
+        if dtype == torch.bfloat16 and form == "device":
             dtype = torch.float16
-        coefficients = choose(coefficients, steps, device=device, dtype=dtype)
+        coefficients = choose(coefficients, steps, rows, form=form, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
-        chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
-        deflation = prepared.deflation
-        if deflation is not None and (on_device or steps not in (None, prepared.steps)):
-            deflation = replace(deflation, finish=())
-        by_table = deflation is not None and deflation.by_table and steps in (None, prepared.steps)
-        by_table = by_table and on_device and dtype.itemsize == 2 and method != "standard"
-        if by_table:
-            chosen, whole = "gram", True
-        else:
-            whole = deflation is not None and chosen == "gram"
-            whole = whole and is_compiled(resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True))
-        if deflation is not None:
-            prepared = replace(prepared, deflation=replace(deflation, by_table=by_table))
-        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=on_device))
+        chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)
+        deflation, whole, as_made = prepared.deflation, False, steps in (None, prepared.steps)
+        if deflation is not None and form == "device":
+            whole = deflation.has_table and as_made and dtype.itemsize == 2 and method != "standard"
+            chosen = "gram" if whole else chosen
+        elif deflation is not None:
+            whole = chosen == "gram" and is_compiled(
+                resolve(kernels, device=device, dtype=dtype, rows=rows, whole=True)
+            )
+            if not as_made:
+                prepared = replace(prepared, deflation=replace(deflation, finish=()))
+        segments = (schedule,) if whole else tuple(segments_of(schedule, chosen, half=form == "device"))
         resolved = rows, cols, coefficients, prepared, chosen, segments, whole, kernels, dtype, device
         return Orthogonalizer(*resolved, in_place=in_place)
 
     @property
     def on_device(self) -> bool:
         """Whether this is done by `DeviceIteration`, as on a device and in Triton's interpreter."""
-        return self.device.type != "cpu" or self.kernels == "triton"
+        return form_of(self.device, self.kernels) == "device"
 
     @property
     def joins(self) -> Hashable:
@@ -189,7 +188,7 @@ class Orthogonalizer:
 
         A shape is alone if another one behind it would not begin at a multiple of `ALIGNMENT`, and so be copied.
         """
-        alone = not self.on_device or self.deflated > 0 or (self.products.small is not None and self.quintics)
+        alone = not self.on_device or (self.products.small is not None and self.quintics)
         alone = alone or self.rows * self.cols * self.dtype.itemsize % ALIGNMENT != 0
         return None if alone else (self.rows, self.segments)
 
@@ -204,7 +203,7 @@ class Orthogonalizer:
     @property
     def degrees(self) -> list[list[int]]:
         """The number of coefficients of each step's polynomial, for each segment; `layout.cost` takes them."""
-        if self.prepared.deflation is not None and self.prepared.deflation.by_table:
+        if self.on_device and self.whole:
             return [list(DEGREES)]
         return [list(map(len, segment)) for segment in self.segments]
 
@@ -226,7 +225,8 @@ class Orthogonalizer:
     def needs(self) -> Needs:
         """What a device needs for a batch, of which every shape has the same `joins`."""
         squares = tuple(map(squares_at_once, self.degrees))
-        return Needs(squares, self.rows >= ONE_BY_ONE_FROM, self.in_place and self.joins is not None)
+        in_place = self.in_place and self.joins is not None
+        return Needs(squares, self.rows >= ONE_BY_ONE_FROM, in_place, self.deflated)
 
     @cached_property
     def products(self) -> Matmuls:
@@ -289,14 +289,17 @@ class Orthogonalizer:
         else:
             run(*tensors)
 
-    def _run_in_memory(self, shapes: Shapes, memory: Tensor) -> None:
+    def _run_in_memory(self, shapes: BatchShape, memory: Tensor) -> None:
         """Orthogonalize matrices that lie in a memory as `needs` says."""
         layout = self.needs.layout(shapes)
         assert layout is not None
-        matrices, out = (layout.views(memory, start) for start in (layout.matrices(0), layout.results))
         with self.exactly():
-            iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
-            iteration.run(matrices, out, overwrite=True, memory=memory, layout=layout)
+            self.iteration().run_in_place(PlacedBatch(memory, layout))
+
+    def iteration(self, products: Matmuls | None = None) -> DeviceIteration:
+        """Return the iteration on a device, by products of its own or by others."""
+        form: Any = {"deflated": self.deflated, "by_table": self.whole}
+        return DeviceIteration(self.segments, products or self.products, self.dtype, **form)
 
     def _run(self, *tensors: Tensor, overwrite: bool) -> None:
         """Orthogonalize the first half of the tensors, one for each shape, into the others."""
@@ -312,11 +315,15 @@ class Orthogonalizer:
     def _iterate(self, matrices: Sequence[Tensor], out: Sequence[Tensor], overwrite: bool) -> None:
         with self.exactly():
             if self.on_device:
-                iteration = DeviceIteration(self.prepared, self.segments, self.products, self.dtype)
-                iteration.run(matrices, out, overwrite=overwrite)
+                self.iteration().run(matrices, out, overwrite=overwrite)
             else:
                 alone = CpuIteration(self.prepared, self.segments, self.products, self.dtype)
                 alone.run(matrices[0], out[0], overwrite=overwrite)
+
+
+def form_of(device: torch.device, kernels: KernelName) -> Literal["cpu", "device"]:
+    """Return the form that the iteration has: a device's in Triton's interpreter, too, which computes on a CPU."""
+    return "cpu" if device.type == "cpu" and kernels != "triton" else "device"
 
 
 def resolve_method(

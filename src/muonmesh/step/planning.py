@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast, get_args
@@ -26,12 +26,13 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.factored_state import FactoredState, factored_in_buffers, factored_matrices
 from muonmesh.layout.flat import Interval
+from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.piece_table import NOWHERE, PieceTable
 from muonmesh.layout.plan import Shapes
-from muonmesh.numerics.coefficients import CoefficientName, choose, coefficient_schedule, coefficient_set
+from muonmesh.numerics.coefficients import CoefficientName, Coefficients, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
 from muonmesh.numerics.kernels.threads import thread_count
-from muonmesh.numerics.newton_schulz import Orthogonalizer
+from muonmesh.numerics.newton_schulz import Orthogonalizer, form_of
 from muonmesh.numerics.rules import KeptAs, Rule, rule_of
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.int8_momentum import Blocks
@@ -289,6 +290,22 @@ def widened(planned: StepPlan, views: Sequence[View], ranks: Sequence[int], plan
     return replace(planned, muon=muon, elementwise=rest, plan=plan)
 
 
+def flops_of(rule: Rule, rows: int, cols: int, resolved: Orthogonalizer) -> int:
+    """Return the FLOPs of a rule and of the orthogonalization; without one it makes one or two passes over a matrix."""
+    if not rule.orthogonalizes:
+        return rule.flops(rows, cols) + 2 * rows * cols
+    form: Any = {"one_gram": resolved.whole, "deflated": resolved.deflated, "on_device": resolved.on_device}
+    return rule.flops(rows, cols) + cost(rows, cols, degrees=resolved.degrees, **form)
+
+
+def set_for(
+    group: Mapping[str, Any], matrices: Iterable[Matrix], device: torch.device, precision: Precision
+) -> Coefficients:
+    """Return the coefficients of a group for those of some matrices that have the most rows."""
+    rows, form = max(min(matrix.shape) for matrix in matrices), form_of(device, precision.kernels)
+    return choose(group["ns_coefficients"], group["ns_steps"], rows, form=form, dtype=precision.compute)
+
+
 def _parameter(
     group: Mapping[str, Any], member: OptimizedParameter, precision: Precision, orthogonalizers: Orthogonalizers
 ) -> Parameter:
@@ -296,7 +313,7 @@ def _parameter(
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     device = member.tensor.device
-    named = choose(group["ns_coefficients"], group["ns_steps"], device=device, dtype=precision.compute)
+    named = set_for(group, matrices, device, precision)
     steps = len(coefficient_schedule(named, group["ns_steps"]))
     rule: Rule = rule_of(group)
     flops = {}
@@ -305,7 +322,7 @@ def _parameter(
         if resolved is None:
             resolved = orthogonalizers[member.group, shape] = Orthogonalizer.of(
                 *shape,
-                coefficients=named,
+                coefficients=group["ns_coefficients"],
                 steps=group["ns_steps"],
                 method=group["ns_method"],
                 dtype=precision.compute,
@@ -313,10 +330,7 @@ def _parameter(
                 device=device,
                 in_place=rule.orthogonalizes and not rule.sees_direction,
             )
-        form: Any = {"one_gram": resolved.whole, "deflated": resolved.deflated, "on_device": resolved.on_device}
-        iteration_flops = cost(*shape, degrees=resolved.degrees, **form)
-        # Without orthogonalization a rule makes one or two passes over the elements.
-        flops[shape] = rule.flops(*shape) + (iteration_flops if rule.orthogonalizes else 2 * math.prod(shape))
+        flops[shape] = flops_of(rule, *shape, resolved)
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
     settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"

@@ -66,15 +66,32 @@ class Small:
 
 
 @dataclass(frozen=True)
+class SquareFunctions:
+    """Functions of Gram matrices of up to `SMALL_ROWS` rows, each in one launch, which replace them; all in fp32.
+
+    ``memory`` has three squares of `SMALL_ROWS` for each. ``steps`` are u, lead and growth of each step of an inverse
+    root, ``slope`` is the root's at 0. `numerics.device_deflation` says what for, and does the same by products.
+
+    Attributes:
+        whiten: ``whiten(gram, memory, shift, slope, steps)`` makes the inverse root of G + shift·tr G.
+        soften: ``soften(gram, inverse, memory, unit, slope, shares, steps)`` makes (1 − f(S)/S)/S² of S².
+    """
+
+    whiten: Callable[..., None]
+    soften: Callable[..., None]
+
+
+@dataclass(frozen=True)
 class Matmuls:
     """The products of a backend, on batches of matrices. Nearly all time of an iteration is spent in `multiply`.
 
     Attributes:
         multiply: ``multiply(a, b, terms, out, alpha=1.0, scale=1.0, symmetric=True)`` writes
             scale · (alpha · A B + c · C) to ``out`` and returns ``out``. ``out`` is contiguous and shares no memory
-            with an operand. ``alpha`` is the same number in every optimizer step. ``symmetric`` says that the result is
-            symmetric, so a backend may compute one triangle and mirror it, even if rounded A and B do not commute to
-            the last bit. With X of shape (batch, rows, cols), and symmetric A, B and C of shape (batch, rows, rows):
+            with an operand; on a device it may be the first C if ``symmetric`` is False. ``alpha`` is the same number
+            in every optimizer step. ``symmetric`` says that the result is symmetric, so a backend may compute one
+            triangle and mirror it, even if rounded A and B do not commute to the last bit. With X of shape (batch,
+            rows, cols), and symmetric A, B and C of shape (batch, rows, rows):
 
             - s · X Xᵀ is ``multiply(x, None, [], out, scale=s)``.
             - b · A + c · A² is ``multiply(a, a, [(a, b)], out, alpha=c)``.
@@ -93,9 +110,11 @@ class Matmuls:
             zeros, and NaN if an entry is not finite. None: `numerics.normalize.normalize` does this.
         norm: ``norm(x)`` returns the Frobenius norm of each matrix of a batch, (batch, 1, 1), fp32, whose bits do not
             depend on the batch; a positive number for a matrix of zeros. None: torch's operations are used.
+        signs: ``signs(out)`` writes the signs of `numerics.deflation.signs`. None: torch's operations are used.
         exact: Operations of a backend that can keep rounding errors. None: torch's operations are used, and the error
             of each product is lost.
         small: All steps of matrices of this shape in one call. None: they are computed step by step.
+        of_squares: Functions of small Gram matrices. None: products compute them.
     """
 
     multiply: Callable[..., Tensor]
@@ -104,5 +123,7 @@ class Matmuls:
     by_torch: bool = True
     normalize: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     norm: Callable[[Tensor], Tensor] | None = None
+    signs: Callable[[Tensor], None] | None = None
     exact: Exact | None = None
     small: Small | None = None
+    of_squares: SquareFunctions | None = None

@@ -199,7 +199,8 @@ def multiplication(
         alpha: A number.
         factor: A number, or a tensor with one a matrix.
         scale: Likewise.
-        out: Shape (batch, rows, cols), any strides, sharing no memory with the others.
+        out: Shape (batch, rows, cols), any strides, sharing no memory with the others; it may be C if ``symmetric`` is
+            False, because a program reads of C what it writes.
         symmetric: Whether the result is symmetric. Only one triangle of it is computed then.
         d: D, as C; None: nothing more is added.
         delta: A number.

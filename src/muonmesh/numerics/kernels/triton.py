@@ -21,6 +21,7 @@ from muonmesh.numerics.kernels.product_table import (
     Number,
     Operand,
     Small,
+    SquareFunctions,
     Terms,
 )
 from muonmesh.numerics.kernels.rows import MEASURED
@@ -129,6 +130,18 @@ def _normed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 small = operator("orthogonalize(Tensor x, Tensor(a!) out, float[] polynomials)", "small.orthogonalizing")
 
 
+_signs = operator("signs(Tensor(a!) out)", "roots.giving_signs")
+_whiten = operator(
+    "whiten(Tensor(a!) gram, Tensor(b!) memory, float shift, float slope, float[] steps)", "roots.whitening"
+)
+_soften = operator(
+    "soften(Tensor(a!) gram, Tensor inverse, Tensor(b!) memory, float unit, float slope, float[] shares, "
+    "float[] steps)",
+    "roots.softening",
+)
+_OF_SQUARES = SquareFunctions(_whiten, _soften)
+
+
 def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sys.maxsize) -> Matmuls:
     """The table for batches of at most `batch_limit` matrices of a shape, rows ≤ cols."""
     return Matmuls(
@@ -137,5 +150,8 @@ def triton_products(*, batch_limit: int, rows: int = sys.maxsize, cols: int = sy
         by_torch=rows >= min(TORCH_FROM.values(), default=sys.maxsize),
         normalize=normalize,
         norm=norm,
+        signs=_signs,
         small=Small(small, DTYPES) if rows <= SMALL_ROWS and cols <= SMALL_COLS else None,
+        # AMD's compiler does not make a barrier wait for what is stored to the device's memory.
+        of_squares=None if torch.version.hip else _OF_SQUARES,
     )

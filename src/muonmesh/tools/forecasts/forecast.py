@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,25 +30,21 @@ from muonmesh.layout import (
     MatrixSpec,
     Parameter,
     Plan,
-    cost,
     make_plan,
     split_matrices,
 )
 from muonmesh.layout.factored_state import size_of
-from muonmesh.numerics.coefficients import CoefficientName, coefficient_schedule, segments_of
-from muonmesh.numerics.kernels.product_table import ALIGNMENT, SMALL_COLS, SMALL_ROWS, TORCH_FROM
-from muonmesh.numerics.newton_schulz import ONE_BY_ONE_FROM, resolve_method
+from muonmesh.numerics.kernels.product_table import SMALL_COLS, SMALL_ROWS, TORCH_FROM
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import RULES, MuonRule, Rule, by_defaults, is_known, is_matrix_rule
-from muonmesh.numerics.working_memory import Needs, squares_at_once
+from muonmesh.numerics.working_memory import Needs
 from muonmesh.report.explain import imbalance
 from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.planning import state_layouts_of
+from muonmesh.step.planning import flops_of, state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 from muonmesh.tools.forecasts.step_memory import step_memory
 
-COEFFICIENTS: CoefficientName = "polar_express"
-STEPS = 5
 WIRE = 2  # bytes: directions travel and are orthogonalized in bf16
 STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 
@@ -57,10 +53,16 @@ STATE = 4  # bytes: Muon's momentum is fp32 whatever the weights are
 # and for each shape in it.
 LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICAS = 6, 10, 2, 4
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET = 3, 3
-KERNELS_OF_A_BATCH, KERNELS_OF_A_SHAPE = {"gram": 14, "standard": 5}, {"gram": 7, "standard": 13}
-PLAIN_PRODUCTS = {"gram": 1, "standard": 4}  # of a shape; large ones are torch's, one launch for each matrix
+KERNELS_OF_A_BATCH = {"gram": 14, "standard": 5, "deflated": 22}
+KERNELS_OF_A_SHAPE = {"gram": 7, "standard": 13, "deflated": 11}
+PLAIN_PRODUCTS = {
+    "gram": 1,
+    "standard": 4,
+    "deflated": 0,
+}  # of a shape; large ones are torch's, one launch for each matrix
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
+OPERATIONS_OF_DEFLATION, VIEWS_OF_DEFLATION = 16, 50  # of torch's, for a batch
 VIEWS_IN_ONE_MEMORY = 45, 7  # more: of a batch that shares a memory with its results; of torch's products then
 STEPPED_AT_ONCE = 320 * 2**16  # elements that one launch of AdamW's multi-tensor operation steps
 # Bytes read and written by everything except products, for each element that a rank orthogonalizes, counted by dry
@@ -70,7 +72,7 @@ BYTES_OF_AN_ASSEMBLED_ELEMENT = 8  # on top of it, where it arrives from other r
 ADAMW_PASSES = 7  # numbers that AdamW moves for each element: four reads (weight, gradient, moments), three writes
 NCCL_OF_A_PEER = 3_280_000_000 // 7  # bytes; seven peers of a machine with eight H100 (NVIDIA/nccl#1685)
 # torch.optim.Muon, counted by dry runs: launches and views of a matrix; it multiplies all of every square, by cuBLAS.
-LAUNCHES_OF_TORCH, VIEWS_OF_TORCH = 33, 12
+LAUNCHES_OF_TORCH, VIEWS_OF_TORCH, STEPS_OF_TORCH = 33, 12, 5
 MUON = by_defaults(MuonRule)
 
 
@@ -161,7 +163,7 @@ class Forecast(Timed):
     def seconds_of_torch(self, *, published: bool = True) -> float:
         """Modelled seconds of torch.optim.Muon without communication; every rank computes every matrix."""
         shapes = [assignment.matrix.shape for assignment in self.plan.assignments]
-        flops = [STEPS * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
+        flops = [STEPS_OF_TORCH * 2 * rows * rows * (2 * cols + rows) for rows, cols in shapes]
         weights = [self.rates.weight_of(rows * rows, by_triton=False) for rows, _ in shapes]
         products = sum(map(operator.mul, flops, weights)) / self.rates.published
         seconds_each = LAUNCHES_OF_TORCH * self.rates.operation + VIEWS_OF_TORCH * self.rates.view
@@ -224,8 +226,8 @@ def forecast(
     assembled = sum(stage.numel for stage in moved.stages)
     buckets = len(moved.stages) if any(batches) else 0
     kernels += KERNELS_OF_A_STEP + moved.collectives + KERNELS_OF_A_BUCKET * buckets
-    views = VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + VIEWS_OF_A_PLAIN_PRODUCT * by_torch
-    views += more_views + len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
+    views = VIEWS_OF_A_STEP + VIEWS_OF_A_BATCH * rounds + more_views
+    views += len(parameters) * VIEWS_OF_A_MATRIX[moved.messages > 0]
     launches = by_torch + LAUNCHES_OF_A_STEP + -(-others // STEPPED_AT_ONCE)
     launches += (LAUNCHES_OF_TRAVEL + LAUNCHES_OF_A_BATCH * rounds) * (moved.messages > 0)
     launches += LAUNCHES_OF_REPLICAS * any(p.target.copies() > 1 for p in parameters)
@@ -259,14 +261,15 @@ def forecast(
 
 def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple[int, int, int, int, float]:
     """Return how many batches these matrices are, of the package's kernels, torch's products, views, weighted FLOPs."""
-    rounds, kernels, by_torch, views, slow_flops = 0, 0, 0, 0, 0.0
+    rounds, kernels, by_torch, operations, views, slow_flops = 0, 0, 0, 0, 0, 0.0
     size_of = lambda number, count: plan.batch_size(number, count, _needs(plan, rule, number))  # noqa: E731
     fits = lambda number, shapes: plan.fits_together(number, shapes, _needs(plan, rule, number))  # noqa: E731
     for batch in (batch for numbers in buckets for batch in plan.batches(numbers, size_of, _joins, fits)):
         shapes = plan.shapes(batch)
         _, *shape = shapes[0]
         rounds += 1
-        method = resolve_method(*shape)
+        form = _form(*shape)
+        method = "deflated" if form.deflated else form.method
         kernels += 1 if _is_small(*shape) else KERNELS_OF_A_BATCH[method] + KERNELS_OF_A_SHAPE[method] * len(shapes)
         if min(shape) >= TORCH_FROM[torch.float16]:
             kernels -= PLAIN_PRODUCTS[method] * len(shapes)
@@ -274,10 +277,12 @@ def _products(plan: Plan, rule: Rule, buckets: Sequence[Sequence[int]]) -> tuple
             if plan.memories(batch[0]) == 1:  # the last product too
                 kernels += len(batch) - len(shapes)
                 views += VIEWS_IN_ONE_MEMORY[1] * PLAIN_PRODUCTS[method] * len(batch)
-        views += VIEWS_IN_ONE_MEMORY[0] * (plan.memories(batch[0]) == 1)
+        views += VIEWS_IN_ONE_MEMORY[0] * (plan.memories(batch[0]) == 1) + VIEWS_OF_DEFLATION * (form.deflated > 0)
+        operations += OPERATIONS_OF_DEFLATION * (form.deflated > 0)
         weight = DeviceRates.weight_of(len(batch) * shape[0] ** 2, by_triton=True)
         slow_flops += sum(plan.assignments[number].flops for number in batch) * weight
-    return rounds, kernels, by_torch, views, slow_flops
+    views += VIEWS_OF_A_PLAIN_PRODUCT * by_torch
+    return rounds, kernels, by_torch + operations, views, slow_flops
 
 
 def _is_small(rows: int, cols: int) -> bool:
@@ -285,19 +290,21 @@ def _is_small(rows: int, cols: int) -> bool:
     return rows <= SMALL_ROWS and cols <= SMALL_COLS
 
 
+@cache
+def _form(rows: int, cols: int) -> Orthogonalizer:
+    """Return how a GPU orthogonalizes such a matrix by default, but for who multiplies, which needs the GPU."""
+    defaults: Any = {"coefficients": "auto", "steps": None, "method": "auto", "kernels": "torch"}
+    return Orthogonalizer.of(rows, cols, **defaults, dtype=torch.bfloat16, device=torch.device("cuda"))
+
+
 def _needs(plan: Plan, rule: Rule, number: int) -> Needs:
-    rows, cols = plan.assignments[number].matrix.shape
-    segments = segments_of(coefficient_schedule(COEFFICIENTS, STEPS), resolve_method(rows, cols), half=True)
-    in_place = rule.orthogonalizes and not (rule.sees_direction or _is_alone(rows, cols))
-    return Needs(tuple(squares_at_once(list(map(len, s))) for s in segments), rows >= ONE_BY_ONE_FROM, in_place)
-
-
-def _is_alone(rows: int, cols: int) -> bool:
-    return _is_small(rows, cols) or rows * cols * WIRE % ALIGNMENT != 0
+    shape = plan.assignments[number].matrix.shape
+    in_place = rule.orthogonalizes and not rule.sees_direction and _joins(number, shape) != shape
+    return replace(_form(*shape).needs, in_place=in_place)
 
 
 def _joins(number: int, shape: tuple[int, int]) -> Hashable:
-    return shape if _is_alone(*shape) else (shape[0], resolve_method(*shape))
+    return shape if _is_small(*shape) else _form(*shape).joins or shape
 
 
 def gradients_to_owners(
@@ -352,23 +359,13 @@ def muon_parameter(
         rule: The rule, with its default settings.
     """
     matrices = split_matrices(name, layout.shape, spec)
-    costs = {size: flops_of(*size, rule) for size in {(matrix.rows, matrix.cols) for matrix in matrices}}
-    work = tuple(costs[matrix.rows, matrix.cols] for matrix in matrices)
-    settings = f"{COEFFICIENTS}, {STEPS} steps, auto"
+    costs = {size: flops_of(rule, *size, _form(*size)) for size in {matrix.shape for matrix in matrices}}
+    work = tuple(costs[matrix.shape] for matrix in matrices)
     meta = torch.empty(0, dtype=torch.float32, device="meta")
     stored, state_stored = (Storage(placed, layout.shape) for placed in (layout, momentum or layout))
     (layouts,) = state_layouts_of(rule.keeps(), [OptimizedParameter(name, meta, stored, state_stored, spec)])
     beside = tuple(state.factored for state in layouts.values() if state.factored is not None)
-    return Parameter(name, momentum or layout, layout, matrices, work, settings, beside, rule.count_of_sums())
-
-
-def flops_of(rows: int, cols: int, rule: Rule = MUON) -> int:
-    """Return the FLOPs of one orthogonalization with Muon's defaults on a GPU (Polar Express, 5 steps) and a rule."""
-    if not rule.orthogonalizes:
-        return rule.flops(rows, cols) + 2 * rows * cols
-    schedule = coefficient_schedule(COEFFICIENTS, STEPS)
-    segments = segments_of(schedule, resolve_method(rows, cols), half=True)
-    return rule.flops(rows, cols) + cost(rows, cols, degrees=[list(map(len, segment)) for segment in segments])
+    return Parameter(name, momentum or layout, layout, matrices, work, "by default", beside, rule.count_of_sums())
 
 
 def _rule(name: str) -> Rule:

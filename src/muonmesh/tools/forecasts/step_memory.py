@@ -8,12 +8,15 @@ from functools import partial
 
 from muonmesh.comm.schedule import Stage
 from muonmesh.layout import Plan
-from muonmesh.layout.plan import Needs, Shapes
+from muonmesh.layout.plan import NeededElements, Shapes
 from muonmesh.report.traffic import Traffic
 
 
 def step_memory(
-    plan: Plan, moved: Traffic, needs_of: Callable[[int], Needs], joins: Callable[[int, tuple[int, int]], Hashable]
+    plan: Plan,
+    moved: Traffic,
+    needs_of: Callable[[int], NeededElements],
+    joins: Callable[[int, tuple[int, int]], Hashable],
 ) -> int:
     """Return the modelled peak memory of a step in bytes: buffers of the exchange, as in `Budget`, and computation.
 
@@ -72,10 +75,10 @@ def _passed_on(exchanges: Sequence[tuple[int, int]], elements: int) -> int:
 
 def _computing(
     plan: Plan,
-    needs_of: Callable[[int], Needs],
+    needs_of: Callable[[int], NeededElements],
     joins: Callable[[int, tuple[int, int]], Hashable],
     numbers: Sequence[int],
-    in_use: Callable[[Needs, Shapes], int],
+    in_use: Callable[[NeededElements, Shapes], int],
 ) -> int:
     """Return the most elements in use at once by a batch; ``in_use`` says how many a batch uses."""
     size_of = lambda number, count: plan.batch_size(number, count, needs_of(number))  # noqa: E731
