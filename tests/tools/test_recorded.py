@@ -184,10 +184,12 @@ def test_bounds_of_deflation_on_devices_are_kept_and_told() -> None:
         "plateaus": ("68 plateaus", 68),
         "stress": ("168 made to break an iteration", 168),
         "ranks": ("rank 1 to 32", 24),
+        "large momentum": (f"{len(record['large momentum']['table'])} like momentum, of 4,096 rows", None),
+        "large": (f"{len(record['large']['table'])} others of 4,096 rows", None),
     }
     for part, (title, count) in titles.items():
         table = record[part]["table"]
-        assert len(table) == count
+        assert count in (None, len(table))
         assert [line for row in table for line in device_forms.broken(row, part, "deflated", "fp16")] == []
         pairs = [(row["deflated"]["polar"], row["deflated"]["polar"] / row["fp16"]["polar"]) for row in table]
         above = max((error for error, ratio in pairs if ratio > 1), default=None)

@@ -117,7 +117,9 @@ def soften(
     outside = total - captured
     target = tl.maximum(outside * outside_share, captured * inside_share)
     target = tl.maximum(target, largest * floor)
-    target = tl.where(outside < total * share_left, tl.maximum(target, total * narrowed), target)
+    alike = tl.sqrt_rn(tl.div_rn(largest, total))
+    higher = tl.maximum(target, total * narrowed * alike * tl.sqrt_rn(alike))
+    target = tl.where(outside < total * share_left, higher, target)
     bound = tl.div_rn(largest, target) + 1.0
     r = tl.div_rn(g, bound * target) + tl.div_rn(identity, bound)
     down, across = row[:, None] * _ROWS, row[None, :]
