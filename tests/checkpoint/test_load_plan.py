@@ -389,13 +389,13 @@ def test_who_goes_on_with_other_products_is_told_once(
 
 def test_a_set_that_only_some_matrices_keep_elsewhere_is_another() -> None:
     """A device takes "deflated" for large matrices, a CPU for smaller ones too, and fp32 for none."""
-    told = {}
+    products_of = {}
     for device, dtype in itertools.product(("meta", "cpu"), (torch.bfloat16, torch.float32)):
         weights = [(str(rows), nn.Parameter(torch.empty(rows, 4096, device=device))) for rows in (1024, 4096)]
         optimizer = mm.Muon(weights, process_group="local", kernels="torch", compute_dtype=dtype)
-        told[device, dtype] = {record.products for record in checkpointed(optimizer).checkpoint_records()}
-    of_device = told["meta", torch.bfloat16]
-    assert [there <= of_device for there in told.values()] == [True, False, False, False]
+        products_of[device, dtype] = {record.products for record in checkpointed(optimizer).checkpoint_records()}
+    of_device = products_of["meta", torch.bfloat16]
+    assert [there <= of_device for there in products_of.values()] == [True, False, False, False]
 
 
 def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:

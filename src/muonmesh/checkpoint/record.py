@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,14 +18,13 @@ from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.wrappers import layers_of
 from muonmesh.layout import FlatShards, Layout
-from muonmesh.numerics.coefficients import choose
 from muonmesh.numerics.dtypes import master_for
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.kernels.threads import plain_modes
-from muonmesh.numerics.newton_schulz import form_of
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
+from muonmesh.step.planning import set_of
 from muonmesh.step.runtime import UNCLIPPED, Runtime
 from muonmesh.step.state_layout import Precision, StateForm, check_state
 
@@ -113,11 +111,8 @@ class ParameterRecord:
         products = told_products(precision.kernels, device=device, dtype=precision.compute)
         if self.group["ns_coefficients"] != "auto":
             return products
-        form, steps = form_of(device, precision.kernels), self.group["ns_steps"]
-        named = choose("auto", steps, sys.maxsize, form=form, dtype=precision.compute)
-        # From fewer rows on than on a device, a CPU takes "deflated".
-        only = " for large matrices" if (named, form) == ("deflated", "device") else ""
-        return f"{products}, {named}{only}"
+        named, scope = set_of(self.group, device, precision)
+        return f"{products}, {named}{scope}"
 
     @property
     def dtype(self) -> torch.dtype:
