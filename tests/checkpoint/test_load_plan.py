@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import re
 import warnings
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
+from muonmesh.checkpoint.save_load import checkpointed
 from tests.support import problem
 from tests.support.on_ranks import on_ranks
 
@@ -383,6 +385,17 @@ def test_who_goes_on_with_other_products_is_told_once(
         mm.checkpoint.load(tmp_path / "named", model, optimizer)
         mm.checkpoint.load(tmp_path / "auto", *linear_after_step())
     assert [group["ns_coefficients"] for group in optimizer.param_groups] == ["polar_express"]
+
+
+def test_a_set_that_only_some_matrices_keep_elsewhere_is_another() -> None:
+    """A device takes "deflated" for large matrices, a CPU for smaller ones too, and fp32 for none."""
+    products_of = {}
+    for device, dtype in itertools.product(("meta", "cpu"), (torch.bfloat16, torch.float32)):
+        weights = [(str(rows), nn.Parameter(torch.empty(rows, 4096, device=device))) for rows in (1024, 4096)]
+        optimizer = mm.Muon(weights, process_group="local", kernels="torch", compute_dtype=dtype)
+        products_of[device, dtype] = {record.products for record in checkpointed(optimizer).checkpoint_records()}
+    of_device = products_of["meta", torch.bfloat16]
+    assert [there <= of_device for there in products_of.values()] == [True, False, False, False]
 
 
 def test_settings_and_states_that_are_no_plain_data_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from muonmesh.numerics.coefficients import (
     coefficient_schedule,
 )
 from muonmesh.numerics.deflation import Deflation
+from muonmesh.step.connection import plan
 from tests.support.device_form import form_of
 from tests.support.on_ranks import on_ranks
 from tests.support.programs import run_script
@@ -199,6 +200,18 @@ def test_on_a_device_each_matrix_gets_the_set_of_its_rows() -> None:
     )
     optimizer.param_groups[0]["ns_steps"] = 5
     assert optimizer.explain().rows[0].sets == {"polar_express in fp16": 3}
+
+
+def test_matrices_of_a_fused_parameter_share_batches_with_others_of_their_set_alone() -> None:
+    """Of several groups; 1001 × 4099 elements are not aligned, so that shapes alone would let them share a batch."""
+    split, shape = ("rows", 4096, 1001), (1001, 4099)
+    weights = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((5097, 4099), shape, shape)]
+    named = {"params": weights[2:], "ns_coefficients": "deflated"}
+    groups = [{"params": weights[:2], "matrices": [split, None]}, named]
+    optimizer = mm.Muon(groups, process_group="local", kernels="torch")
+    parameters = plan(optimizer.param_groups, optimizer._runtime).plan.parameters
+    fused, same, other = (parameter.settings for parameter in parameters)
+    assert fused == same != other
 
 
 @pytest.mark.parametrize(("shape", "named"), [((390, 400), "deflated"), ((400, 384), "deflated"), ((383, 400), None)])

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from muonmesh.checkpoint.state import widen_state
 from muonmesh.comm.storage import Storage, local_of, local_shape, this_rank
 from muonmesh.comm.wrappers import layers_of
-from muonmesh.layout import FlatShards, Layout, split_matrices
+from muonmesh.layout import FlatShards, Layout
 from muonmesh.numerics.dtypes import master_for
 from muonmesh.numerics.kernels import told_products
 from muonmesh.numerics.kernels.threads import plain_modes
 from muonmesh.step.connection import connect, forget, plan
 from muonmesh.step.members import OptimizedParameter
 from muonmesh.step.parameter_steps import ParameterStep, prepare_state
-from muonmesh.step.planning import set_for
+from muonmesh.step.planning import set_of
 from muonmesh.step.runtime import UNCLIPPED, Runtime
 from muonmesh.step.state_layout import Precision, StateForm, check_state
 
@@ -103,13 +103,16 @@ class ParameterRecord:
 
     @property
     def products(self) -> str:
-        """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set."""
+        """The implementation of the products of its matrices; with ns_coefficients "auto", also the chosen set.
+
+        That is the set of large matrices, so that it is the same whichever of a group's matrices a rank holds.
+        """
         precision, device = self.precision, self.parameter.tensor.device
         products = told_products(precision.kernels, device=device, dtype=precision.compute)
         if self.group["ns_coefficients"] != "auto":
             return products
-        matrices = split_matrices(self.name, self.parameter.storage.shape, self.parameter.spec)
-        return f"{products}, {set_for(self.group, matrices, device, precision)}"
+        named, scope = set_of(self.group, device, precision)
+        return f"{products}, {named}{scope}"
 
     @property
     def dtype(self) -> torch.dtype:

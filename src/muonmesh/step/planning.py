@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast, get_args
@@ -26,7 +27,6 @@ from muonmesh.errors import LayoutError, explain_error
 from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.factored_state import FactoredState, factored_in_buffers, factored_matrices
 from muonmesh.layout.flat import Interval
-from muonmesh.layout.matrix import Matrix
 from muonmesh.layout.piece_table import NOWHERE, PieceTable
 from muonmesh.layout.plan import Shapes
 from muonmesh.numerics.coefficients import CoefficientName, Coefficients, choose, coefficient_schedule, coefficient_set
@@ -298,12 +298,15 @@ def flops_of(rule: Rule, rows: int, cols: int, resolved: Orthogonalizer) -> int:
     return rule.flops(rows, cols) + cost(rows, cols, degrees=resolved.degrees, **form)
 
 
-def set_for(
-    group: Mapping[str, Any], matrices: Iterable[Matrix], device: torch.device, precision: Precision
-) -> Coefficients:
-    """Return the coefficients of a group for those of some matrices that have the most rows."""
-    rows, form = max(min(matrix.shape) for matrix in matrices), form_of(device, precision.kernels)
-    return choose(group["ns_coefficients"], group["ns_steps"], rows, form=form, dtype=precision.compute)
+def set_of(group: Mapping[str, Any], device: torch.device, precision: Precision) -> tuple[Coefficients, str]:
+    """Return the coefficients of a group for large matrices, and what tells that smaller ones have others than by name.
+
+    So all matrices of a group are told alike, and which one gets which set follows from its rows.
+    """
+    given, form = group["ns_coefficients"], form_of(device, precision.kernels)
+    named = choose(given, group["ns_steps"], sys.maxsize, form=form, dtype=precision.compute)
+    is_for_some = (given, named, form) == ("auto", "deflated", "device")
+    return named, " for large matrices" if is_for_some else ""
 
 
 def _parameter(
@@ -313,7 +316,7 @@ def _parameter(
     assert member.momentum_storage.layout is not None
     matrices = split_matrices(member.name, member.storage.shape, member.spec)
     device = member.tensor.device
-    named = set_for(group, matrices, device, precision)
+    named, scope = set_of(group, device, precision)
     steps = len(coefficient_schedule(named, group["ns_steps"]))
     rule: Rule = rule_of(group)
     flops = {}
@@ -333,7 +336,7 @@ def _parameter(
         flops[shape] = flops_of(rule, *shape, resolved)
     if isinstance(named, str) and named not in get_args(CoefficientName):  # a user's set, which may differ on ranks
         named = f"{named} {coefficient_set(named)}"
-    settings = f"{named}, {steps} steps, {group['ns_method']}, {precision.compute}"
+    settings = f"{named}{scope}, {steps} steps, {group['ns_method']}, {precision.compute}"
     if precision.kernels != "auto":  # other kernels round differently
         settings = f"{settings}, kernels {told_products(precision.kernels, device=device, dtype=precision.compute)}"
     flops_by_matrix = tuple(flops[matrix.shape] for matrix in matrices)
