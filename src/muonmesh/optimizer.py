@@ -89,8 +89,8 @@ class Muon(torch.optim.Optimizer):
         scale_mode: How the update of a matrix is scaled, see `update_scale`. With "match_rms_adamw" (Moonlight) one
             learning rate serves Muon and AdamW.
         ns_coefficients: The Newton–Schulz coefficients: the name of a set, or polynomials of your own. See
-            `orthogonalize`. "auto" takes "deflated" for matrices with at least 384 rows and columns on a CPU, 4,096 on
-            a device, if ``compute_dtype`` is bf16 or fp16, and "polar_express" for all others.
+            `orthogonalize`. "auto" takes "deflated" for matrices with at least 384 rows and columns on a CPU, or 4,096
+            and 45 · 2²⁰ elements on a device, if ``compute_dtype`` is bf16 or fp16, and "polar_express" for all others.
         ns_steps: Newton–Schulz steps. None: as many as the set is made for, which are 10 for "deepseekv4", 3 for
             "deflated", 5 for the others, and one for each polynomial of your own.
         adamw_betas: AdamW's decay rates of the moments. ``betas`` is accepted too, as in torch.optim.AdamW.

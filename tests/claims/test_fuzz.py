@@ -390,7 +390,7 @@ def fuzzed_in_one_process(model: Model) -> tuple[list[Tensor], list[Tensor]]:
             parameter.grad = gradient
         optimizer.step()
     weights = [parameter.detach() for parameter in parameters]
-    dtype = torch.int8 if settings["state_dtype"] == "int8" else None
+    dtype = torch.int8 if settings.get("state_dtype") == "int8" else None
     momenta = [optimizer.state[p].get("momentum_buffer", torch.zeros_like(p, dtype=dtype)) for p in parameters]
     return weights, momenta
 

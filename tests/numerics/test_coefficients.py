@@ -165,38 +165,39 @@ def test_ranks_compare_a_set_of_one_s_own_by_its_polynomials() -> None:
         mm.Muon([weight], ns_coefficients="test-ranks", process_group="world").step()
 
 
-def test_auto_is_deflated_on_a_cpu_in_bf16_and_on_devices_from_4096_rows() -> None:
+def test_auto_is_deflated_on_a_cpu_in_bf16_and_on_devices_if_they_are_large() -> None:
     assert choose("auto", None, form="cpu") == "deflated"
     for dtype in (torch.bfloat16, torch.float16):
-        assert choose("auto", None, 4096, form="device", dtype=dtype) == "deflated"
-    for steps, rows, form, dtype in (
-        (5, 4096, "cpu", torch.bfloat16),
-        (5, 4096, "device", torch.bfloat16),
-        (None, 4096, "cpu", torch.float32),
-        (None, 4096, "device", torch.float32),
-        (None, 4096, "cpu", torch.float64),
-        (None, 4095, "device", torch.bfloat16),
-        (None, 4096, None, torch.bfloat16),
+        assert choose("auto", None, 4096, 11520, form="device", dtype=dtype) == "deflated"
+    for steps, rows, cols, form, dtype in (
+        (5, 4096, 11520, "cpu", torch.bfloat16),
+        (5, 4096, 11520, "device", torch.bfloat16),
+        (None, 4096, 11520, "cpu", torch.float32),
+        (None, 4096, 11520, "device", torch.float32),
+        (None, 4096, 11520, "cpu", torch.float64),
+        (None, 4095, 14336, "device", torch.bfloat16),
+        (None, 4096, 11519, "device", torch.bfloat16),
+        (None, 4096, 11520, None, torch.bfloat16),
     ):
-        assert choose("auto", steps, rows, form=form, dtype=dtype) == "polar_express"
+        assert choose("auto", steps, rows, cols, form=form, dtype=dtype) == "polar_express"
     assert choose("quintic", None, form="cpu") == "quintic"
-    assert choose([JORDAN], None, 4096, form="device") == [JORDAN]
+    assert choose([JORDAN], None, 4096, 11520, form="device") == [JORDAN]
     with pytest.raises(ValueError, match="'auto', a published set"):
         mm.register_coefficients("auto", CoefficientSet((JORDAN,), "cycle"))
 
 
-def test_on_a_device_each_matrix_gets_the_set_of_its_rows() -> None:
+def test_on_a_device_each_matrix_gets_the_set_of_its_size() -> None:
     """Also of one parameter that is several matrices; explain() tells it, and each set is what a step would take."""
-    fused = torch.nn.Parameter(torch.empty(6144, 4096, device="meta"))
-    group = {"params": [fused], "param_names": ["qkv"], "matrices": [("rows", 4096, 1024, 1024)]}
+    fused = torch.nn.Parameter(torch.empty(14336, 4096, device="meta"))
+    group = {"params": [fused], "param_names": ["qkv"], "matrices": [("rows", 12288, 1024, 1024)]}
     optimizer = mm.Muon([group], process_group="local")
     explanation = optimizer.explain()
     assert explanation.rows[0].sets == {"deflated in fp16": 1, "polar_express in fp16": 2}
-    forms = [form_of(rows, 4096, coefficients="auto") for rows in (4096, 1024)]
+    forms = [form_of(rows, 4096, coefficients="auto") for rows in (12288, 1024)]
     assert [form.degrees for form in forms] == [[[3, 5, 5]], [[3, 3, 3], [3, 3]]]
     assert explanation.rows[0].flops == sum(
         count * cost(rows, 4096, degrees=form.degrees, one_gram=form.whole, deflated=form.deflated, on_device=True)
-        for count, rows, form in zip((1, 2), (4096, 1024), forms, strict=True)
+        for count, rows, form in zip((1, 2), (12288, 1024), forms, strict=True)
     )
     optimizer.param_groups[0]["ns_steps"] = 5
     assert optimizer.explain().rows[0].sets == {"polar_express in fp16": 3}
@@ -204,8 +205,8 @@ def test_on_a_device_each_matrix_gets_the_set_of_its_rows() -> None:
 
 def test_matrices_of_a_fused_parameter_share_batches_with_others_of_their_set_alone() -> None:
     """Of several groups; 1001 × 4099 elements are not aligned, so that shapes alone would let them share a batch."""
-    split, shape = ("rows", 4096, 1001), (1001, 4099)
-    weights = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((5097, 4099), shape, shape)]
+    split, shape = ("rows", 12288, 1001), (1001, 4099)
+    weights = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in ((13289, 4099), shape, shape)]
     named = {"params": weights[2:], "ns_coefficients": "deflated"}
     groups = [{"params": weights[:2], "matrices": [split, None]}, named]
     optimizer = mm.Muon(groups, process_group="local", kernels="torch")

@@ -126,15 +126,16 @@ COEFFICIENT_SETS: dict[str, CoefficientSet] = {
 _EXAMPLE = "Write coefficients=[(3.4445, -4.7750, 2.0315)]"
 
 
-_AUTO_DEFLATES_FROM = {"cpu": 0, "device": 4096}
-"""From how many rows on "auto" is "deflated" (on a CPU `for_rows` has a bound). On a device thin products and launches
-take longer than deflation saves below it (modelled)."""
+_AUTO_DEFLATES_FROM = {"cpu": (0, 0), "device": (4096, 45 << 20)}
+"""From how many rows and elements on "auto" is "deflated" (on a CPU `for_rows` has a bound). For other matrices, thin
+products and launches take a device longer than deflation saves (measured on an H200)."""
 
 
 def choose(
     coefficients: Coefficients,
     steps: int | None,
     rows: int = 0,
+    cols: int = 0,
     *,
     form: Literal["cpu", "device"] | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -142,13 +143,13 @@ def choose(
     """Return the coefficients that "auto" stands for; all others are returned unchanged.
 
     "auto" is "deflated" for matrices that are computed in bf16 or fp16, if ``steps`` is None: on a CPU for all, which
-    `for_rows` replaces for small matrices, on a device from 4,096 rows on. Otherwise, and if it is unknown where they
-    are computed, "auto" is "polar_express": fp32 and fp64 are chosen for exactness.
+    `for_rows` replaces for small matrices, on a device from 4,096 rows and 45 · 2²⁰ elements on. Otherwise,
+    and if it is unknown where they are computed, "auto" is "polar_express": fp32 and fp64 are chosen for exactness.
 
     Args:
         coefficients: The coefficients, as for `orthogonalize`.
         steps: The number of steps or None, as for `orthogonalize`.
-        rows: The number of rows of the matrices, rows ≤ cols.
+        rows, cols: The size of the matrices, rows ≤ cols.
         form: Whose form the iteration has (`newton_schulz.form_of`); None if unknown.
         dtype: The compute dtype.
     """
@@ -156,7 +157,8 @@ def choose(
         return coefficients
     if form is None or dtype.itemsize != 2 or steps is not None:
         return "polar_express"
-    return "deflated" if rows >= _AUTO_DEFLATES_FROM[form] else "polar_express"
+    rows_from, elements_from = _AUTO_DEFLATES_FROM[form]
+    return "deflated" if rows >= rows_from and rows * cols >= elements_from else "polar_express"
 
 
 def for_rows(coefficients: Coefficients, steps: int | None, rows: int) -> tuple[Coefficients, int | None]:

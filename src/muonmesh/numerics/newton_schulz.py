@@ -75,7 +75,7 @@ def orthogonalize(
         x: Shape (..., rows, cols), any strides; bf16, fp16, fp32 or fp64. Not written unless `overwrite` allows it.
         coefficients: A published set by name, or a sequence of odd polynomials, one tuple (a, b, ...) a step. "auto",
             the default of `Muon`, is "deflated" in bf16 and fp16 without `steps`, on a CPU from 384 rows on and on a
-            device from 4,096, and "polar_express" otherwise.
+            device from 4,096 and 45 · 2²⁰ elements, and "polar_express" otherwise.
         steps: Number of steps, at least 1. None: the length of a sequence; for a published set 5, but 10 for
             "deepseekv4" and 3 for "deflated".
         method: "standard", "gram" or "auto", see `resolve_method`.
@@ -159,7 +159,7 @@ class Orthogonalizer:
             raise TypeError(explain_error("compute dtype", f"{dtype} on a CPU", "bf16, fp32 or fp64 there", write))
         if dtype == torch.bfloat16 and form == "device":
             dtype = torch.float16
-        coefficients = choose(coefficients, steps, rows, form=form, dtype=dtype)
+        coefficients = choose(coefficients, steps, rows, cols, form=form, dtype=dtype)
         coefficients, steps = for_rows(coefficients, steps, rows)
         prepared, schedule = coefficient_set(coefficients), coefficient_schedule(coefficients, steps)
         chosen = resolve_method(rows, cols, coefficients=coefficients, steps=steps, method=method, dtype=dtype)

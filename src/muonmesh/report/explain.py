@@ -19,7 +19,7 @@ from muonmesh.step.state_layout import Precision
 from muonmesh.table import aligned
 
 _HEAD = ("parameter", "algorithm", "why", "matrices", "layout", "owner", "GFLOP", "MB sent", "step RMS", "spectral")
-_OF_DEVICES = '; by default a CPU computes in bf16, and takes "deflated" from 384 rows on, a device from 4,096'
+_OF_DEVICES = '; by default a CPU computes in bf16, and takes "deflated" from 384 rows on, a device for the largest'
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ def set_of(group: Mapping[str, Any], device: torch.device, precision: Precision)
     So all matrices of a group are told alike, and which one gets which set follows from its rows.
     """
     given, form = group["ns_coefficients"], form_of(device, precision.kernels)
-    named = choose(given, group["ns_steps"], sys.maxsize, form=form, dtype=precision.compute)
+    named = choose(given, group["ns_steps"], sys.maxsize, sys.maxsize, form=form, dtype=precision.compute)
     is_for_some = (given, named, form) == ("auto", "deflated", "device")
     return named, " for large matrices" if is_for_some else ""
 
