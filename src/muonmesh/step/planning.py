@@ -301,7 +301,7 @@ def flops_of(rule: Rule, rows: int, cols: int, resolved: Orthogonalizer) -> int:
 def set_of(group: Mapping[str, Any], device: torch.device, precision: Precision) -> tuple[Coefficients, str]:
     """Return the coefficients of a group for large matrices, and what tells that smaller ones have others than by name.
 
-    So all matrices of a group are told alike, and which one gets which set follows from its rows.
+    So all matrices of a group are told alike, and which one gets which set follows from its size.
     """
     given, form = group["ns_coefficients"], form_of(device, precision.kernels)
     named = choose(given, group["ns_steps"], sys.maxsize, sys.maxsize, form=form, dtype=precision.compute)

@@ -101,7 +101,8 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
         )
         if not held:
             break
-        places = {key: place for key, place in places.items() if place not in held}
+        taken = set(held)
+        places = {key: place for key, place in places.items() if place not in taken}
         name = type(module).__name__
         models[name if name not in models else f"{name}_{len(models)}"] = module
     if not models:

@@ -55,11 +55,8 @@ LAUNCHES_OF_A_STEP, LAUNCHES_OF_TRAVEL, LAUNCHES_OF_A_BATCH, LAUNCHES_OF_REPLICA
 KERNELS_OF_A_STEP, KERNELS_OF_A_BUCKET = 3, 3
 KERNELS_OF_A_BATCH = {"gram": 14, "standard": 5, "deflated": 22}
 KERNELS_OF_A_SHAPE = {"gram": 7, "standard": 13, "deflated": 11}
-PLAIN_PRODUCTS = {
-    "gram": 1,
-    "standard": 4,
-    "deflated": 0,
-}  # of a shape; large ones are torch's, one launch for each matrix
+# Of a shape; large ones are torch's, one launch for each matrix.
+PLAIN_PRODUCTS = {"gram": 1, "standard": 4, "deflated": 0}
 VIEWS_OF_A_STEP, VIEWS_OF_A_BATCH, VIEWS_OF_A_MATRIX = 90, 20, (0, 9)  # that stays, that travels
 VIEWS_OF_A_PLAIN_PRODUCT = 4  # of torch's
 OPERATIONS_OF_DEFLATION, VIEWS_OF_DEFLATION = 16, 50  # of torch's, for a batch
