@@ -97,7 +97,7 @@ def test_a_report_and_an_exit_code(script: Path) -> None:
     result = run_audit(str(script), "ours")
     assert result.exit_code == 0, result.output
     assert "Nothing to mend if the guesses are right." in result.stdout
-    result = run_audit(str(script), "--json", "adamw")
+    result = run_audit("--json", str(script), "adamw")
     assert result.exit_code == 1
     rows = {row["weight"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["up.weight"]["verdict"] == "elementwise"
@@ -113,15 +113,39 @@ def test_what_is_no_script_is_told(name: str, message: str, tmp_path: Path) -> N
     )
 
 
-def test_options_that_are_not_of_the_command_are_of_the_script(script: Path) -> None:
-    result = run_audit("--json", str(script), "--lr", "1")
-    assert "arguments ['--lr', '1']" in result.stderr
-    assert json.loads(result.stdout)["rows"]
-    assert run_audit(str(script), "--help").exit_code == 0  # of the command
+def test_options_after_the_script_are_the_scripts(script: Path) -> None:
+    """--json, -m and --help were the command's wherever they stood, so a script with such options got none."""
+    theirs = ["--lr", "1", "--json", "-m", "gpt", "--help"]
+    result = run_audit(str(script), *theirs)
+    assert f"arguments {theirs}" in result.stderr
+    assert "what happens to it" in result.stdout
+    refused = run_audit("--lr", "1", str(script))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--lr" in refused.stderr
+
+
+def test_a_module_runs_as_python_m_runs_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script with relative imports cannot be run as a file."""
+    package = script.parent / f"package_{script.stem}"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "helper": "",
+        "train": SCRIPT.replace("import helper", "from . import helper"),
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.chdir(script.parent)
+    result = run_audit("--json", "-m", f"{package.name}.train", "--lr", "1", "ours")
+    assert "arguments ['--lr', '1', 'ours']" in result.stderr
+    assert json.loads(result.stdout)["ok"]
+    assert run_audit(str(package / "train.py"), "ours").exit_code == 2
+    missing = run_audit("-m", f"{package.name}.missing")
+    assert (missing.exit_code, missing.stdout) == (2, "")
+    assert f"No module named {package.name}.missing" in missing.stderr
 
 
 def test_a_script_runs_until_its_first_step(script: Path) -> None:
-    result = run_audit(str(script), "--json", "--", "--lr", "1")
+    result = run_audit("--json", str(script), "--lr", "1")
     assert "arguments ['--lr', '1']" in result.stderr
     report = json.loads(result.stdout)
     assert report["optimizer"] == "torch.optim.adamw.AdamW and torch.optim.Muon"

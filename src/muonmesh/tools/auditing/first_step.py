@@ -27,15 +27,16 @@ class _EndOfScript(BaseException):
     """Ends the script; not an Exception, which a training loop may catch."""
 
 
-def audit_script(script: Path, arguments: Sequence[str]) -> tuple[Audit, int]:
+def audit_script(script: str, arguments: Sequence[str], *, module: bool = False) -> tuple[Audit, int]:
     """Run a script until an optimizer is about to take its first step, audit there, and end the script.
 
     What the script prints goes to stderr. On several ranks, every rank runs the script. A script that catches what ends
     it, or ends otherwise after it, changes nothing in the report; each further step ends it again.
 
     Args:
-        script: The file, run as Python runs it.
+        script: The file, or the name of a module or package, run as Python runs it.
         arguments: The arguments of the script.
+        module: Whether ``script`` is the name of a module, as in ``python -m``.
 
     Returns:
         The report, and the rank of this process at that step.
@@ -58,17 +59,21 @@ def audit_script(script: Path, arguments: Sequence[str]) -> tuple[Audit, int]:
             handles.append(register_optimizer_step_pre_hook(hook))
         raise _EndOfScript(f"muonmesh audit has seen the first step of {type(optimizer).__qualname__}")
 
-    if not script.is_file():
-        raise FileError(f"{script}: found {kind_of(script)}; needed a training script. Write muonmesh audit train.py")
+    path = Path(script)
+    if not (module or path.is_file()):
+        raise FileError(f"{script}: found {kind_of(path)}; needed a training script. Write muonmesh audit train.py")
     # A script may compile its step, with the hook in it.
     hook = torch.compiler.disable(watch)  # type: ignore[no-untyped-call]
     handles = [register_optimizer_step_pre_hook(hook)]
-    sys.argv[:] = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, os.getcwd() if module else str(path.resolve().parent))  # as Python does
     ended = "the script ended"
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            runpy.run_path(os.fspath(script), run_name="__main__")
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         ended = f"the script called sys.exit({error.code!r})"
     except BaseException:

@@ -108,6 +108,7 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     audit: (
         "muonmesh audit train.py",
+        "muonmesh audit -m package.train --lr 0.02",
         "torchrun --nproc-per-node 2 -m muonmesh audit train.py",
         "muonmesh audit --json train.py > report.json",
     ),
@@ -122,5 +123,5 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
 """The commands, each with examples at the end of its help text."""
 
 for command, lines in COMMANDS.items():
-    to_script = {"ignore_unknown_options": True} if command is audit else {}  # they are the script's
+    to_script = {"allow_interspersed_args": False} if command is audit else {}  # options after it are the script's
     app.command(epilog=examples(*lines), context_settings=to_script)(complaining(command))

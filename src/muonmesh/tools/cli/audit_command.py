@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,15 +15,14 @@ OK, TO_MEND, NO_AUDIT = 0, 1, 2
 
 def audit(
     script: Annotated[
-        Path, typer.Argument(help="A training script, which runs until its first step.", show_default=False)
+        str, typer.Argument(help="A training script, which runs until its first step.", show_default=False)
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Arguments of the script, options too. Write -- before --json or --help.", show_default=False
-        ),
+        typer.Argument(help="Arguments of the script: all that follows it, options too.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, each weight by its name.")] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="The script is a module, as in python -m.")] = False,
 ) -> None:
     """Watch one step of any optimizer in your script, and say for each weight what really happens to it.
 
@@ -38,7 +36,7 @@ def audit(
     from muonmesh.tools.cli.terminal import say, say_json
 
     try:
-        report, rank = audit_script(script, arguments or [])
+        report, rank = audit_script(script, arguments or [], module=module)
     except (FileError, LayoutError):
         raise
     except Exception as error:  # from the script; with Python's own exit code 1, it would look like a result
