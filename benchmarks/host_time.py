@@ -74,7 +74,7 @@ def pretend_device(shrunk: int) -> None:
     from muonmesh.numerics import iteration, kernels, newton_schulz
     from muonmesh.numerics.kernels import triton_launch
     from muonmesh.numerics.kernels.triton import triton_products
-    from muonmesh.step import by_kernel, planning
+    from muonmesh.step import batches, by_kernel, planning
 
     driver.set_active(launches.Driver())
     torch.cuda.device = launches.on  # type: ignore[assignment,misc]
@@ -94,7 +94,7 @@ def pretend_device(shrunk: int) -> None:
     newton_schulz.select, newton_schulz.resolve_method = products, method  # type: ignore[assignment]
     iteration.symmetric_part = symmetric_part
 
-    planning.Batches.on_device = True  # type: ignore[assignment,method-assign]
+    batches.Batches.on_device = True  # type: ignore[assignment,method-assign]
     newton_schulz.ONE_BY_ONE_FROM //= shrunk
     planning.check_kernels = lambda *_, **__: None  # "triton" asks for the form of devices, fp16
     for module in (kernels, by_kernel):

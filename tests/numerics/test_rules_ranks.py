@@ -45,6 +45,7 @@ COVERS = (
     "tools.testing.prove_rule",
     "step.stored_factored.StoredFactored",
     "step.stored_factored.RuleSums",
+    "step.state_placement.with_owners",
     "layout.factored_plan.FactoredPlan",
 )
 

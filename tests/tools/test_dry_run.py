@@ -34,6 +34,7 @@ from tests.support.samples import one_in
 COVERS = (
     "layout.budget.Budget",
     "report.traffic.traffic",
+    "step.batches.Batches",
     "tools.forecasts.step_memory.step_memory",
 )
 

@@ -29,6 +29,7 @@ from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
 from muonmesh.settings.reading import StepSettings, plan_terms, read_groups
+from muonmesh.step.batches import Batches
 from muonmesh.step.members import (
     OptimizedParameter,
     check_members,
@@ -39,7 +40,7 @@ from muonmesh.step.members import (
     unknown_matrix,
 )
 from muonmesh.step.parameters import setup_of
-from muonmesh.step.planning import Batches, Planner, StepPlan, plan_members, widened
+from muonmesh.step.planning import Planner, StepPlan, plan_members, widened
 from muonmesh.step.replicas import said_of_copies
 from muonmesh.step.runtime import Runtime
 from muonmesh.step.untrained import warn_of_rounding

@@ -1,18 +1,13 @@
-"""Planning: makes a Plan from the parameters of all groups, without communication, and says where their state lives.
-
-Where the state of a parameter lives follows from its rule, its momentum and the plan.
-"""
+"""Planning: makes the plan of a step from the parameters of all groups, without communication."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,30 +16,22 @@ from torch import Tensor
 from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
-from muonmesh.comm.step_callbacks import Batching, SharedLayout
-from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Elementwise, FlatShards, Layout, MeshLayout, Parameter, Piece, Plan, cost, split_matrices
-from muonmesh.layout.factored_state import FactoredState, factored_in_buffers, factored_matrices
-from muonmesh.layout.flat import Interval
+from muonmesh.layout import Elementwise, Parameter, Piece, Plan, cost, split_matrices
 from muonmesh.layout.piece_table import NOWHERE, PieceTable
-from muonmesh.layout.plan import Shapes
 from muonmesh.numerics.coefficients import CoefficientName, Coefficients, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
-from muonmesh.numerics.kernels.threads import thread_count
 from muonmesh.numerics.newton_schulz import Orthogonalizer, form_of
-from muonmesh.numerics.rules import KeptAs, Rule, rule_of
+from muonmesh.numerics.rules import Rule, rule_of
 from muonmesh.step.flag_vector import FlagVector
 from muonmesh.step.int8_momentum import Blocks
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.state_layout import Precision, StateLayout
+from muonmesh.step.state_layout import Precision
+from muonmesh.step.state_placement import with_owners, with_state_layouts
 
 Planner = Callable[..., Plan]
 """`make_plan` with the settings of an optimizer: its memory budget, owners that keep state, and ranks of a machine."""
-
-_WORTH_A_THREAD = 1 << 18
-"""From this number of elements on, threads share a set of equal matrices. For fewer elements, waiting for the Python
-code of other threads costs more time than it saves (measured)."""
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """The orthogonalizer of matrices, by the number of their group and their shape as assembled."""
@@ -173,58 +160,6 @@ class StepPlan:
     def members(self) -> list[OptimizedParameter]:
         """All parameters of this rank, Muon's parameters first."""
         return [member for member in self.muon if member is not None] + [m for members in self.adamw for m in members]
-
-
-@dataclass(frozen=True)
-class Batches(Batching):
-    """How many matrices of a plan are computed together on this rank, which owns them.
-
-    It does not hold the `StepPlan`, which holds the exchange, which holds this: a cycle would keep memory of the device
-    until Python looks for cycles.
-
-    Attributes:
-        plan: The plan.
-        device: The device of the matrices.
-        orthogonalizers: The orthogonalizers of the matrices that this rank owns, by their numbers.
-        on_host: Whether state is kept in CPU memory, so that the device has the state of few matrices at a time.
-    """
-
-    plan: Plan
-    device: torch.device
-    orthogonalizers: Mapping[int, Orthogonalizer]
-    on_host: bool
-
-    @property
-    def on_device(self) -> bool:
-        """Whether memory limits a batch, and not the number of threads."""
-        return self.device.type != "cpu"
-
-    def batch_size(self, number: int, count: int, *, stays: bool = False) -> int:
-        """Return how many matrices like matrix ``number`` one task computes, if ``count`` may be together."""
-        plan, orthogonalizer = self.plan, self.orthogonalizers[number]
-        numel = plan.assignments[number].matrix.numel
-        if not self.on_device:
-            threads = 1 if count * numel < _WORTH_A_THREAD else thread_count()
-            # Tasks of each thread, so that all threads have equally many.
-            turns = -(-count // (threads * orthogonalizer.products.batch_limit))
-            return max(1, -(-count // (threads * turns)))
-        size = plan.batch_size(number, count, orthogonalizer.needs)
-        return min(size, max(1, plan.budget.elements_on_device // numel)) if stays and self.on_host else size
-
-    def fits(self, number: int, shapes: Shapes, *, stays: bool = False) -> bool:
-        """Return whether one task may compute matrices of several shapes, among them matrix ``number``."""
-        state = sum(map(math.prod, shapes)) if stays and self.on_host else 0
-        fits = state <= self.plan.budget.elements_on_device
-        return fits and self.plan.fits_together(number, shapes, self.orthogonalizers[number].needs)
-
-    def shared_layout(self, number: int, shapes: Shapes) -> SharedLayout | None:
-        """Return where matrices that stay lie with their results, if both may share one memory."""
-        layout = self.orthogonalizers[number].needs.layout(shapes)
-        return None if layout is None else SharedLayout(layout.numel, layout.matrices(0), layout.results)
-
-    def joins(self, number: int, shape: tuple[int, int]) -> Hashable:
-        """Return what is equal for matrices that one task may compute, if their settings are."""
-        return self.orthogonalizers[number].joins or shape
 
 
 def plan_members(
@@ -356,105 +291,3 @@ def _parameter(
         rule.count_of_sums(),
         scale_invariant=rule.scale_invariant,
     )
-
-
-# ---------------------------------------------------------------- where state lives
-
-
-def with_state_layouts(
-    groups: Sequence[Mapping[str, Any]], members: Sequence[OptimizedParameter]
-) -> list[OptimizedParameter]:
-    """Return the members with their state layouts.
-
-    Raises:
-        ValueError: a parameter does not split as its group says.
-    """
-    sharing: dict[int, list[OptimizedParameter]] = {}
-    for member in members:
-        sharing.setdefault(id(member.tensor), []).append(member)
-    layouts: dict[int, dict[str, StateLayout]] = {}
-    for sharing_tensor in sharing.values():
-        keeps = rule_of(groups[sharing_tensor[0].group]).keeps()
-        layouts |= zip(map(id, sharing_tensor), state_layouts_of(keeps, sharing_tensor), strict=True)
-    return [replace(member, state_layouts=layouts[id(member)]) for member in members]
-
-
-def state_layouts_of(
-    keeps: Mapping[str, KeptAs] | Sequence[str], members: Sequence[OptimizedParameter]
-) -> list[dict[str, StateLayout]]:
-    """Return the state layouts of the parameters that one tensor holds: one parameter, or several if it is flat.
-
-    State by row, column or matrix follows the momentum: it is placed on the mesh of the momentum, or it is in a flat
-    buffer that is cut between the same ranks. State at the owners is placed by `with_owners`, once there is a plan.
-
-    Args:
-        keeps: See `Rule.keeps`; the names alone of what an elementwise rule keeps.
-        members: The parameters, in the order of the tensor.
-
-    Raises:
-        ValueError: a parameter does not split as its group says.
-    """
-    if not isinstance(keeps, Mapping):
-        layouts = [StateLayout("weights", member.storage, dtype=member.tensor.dtype) for member in members]
-        return [dict.fromkeys(keeps, layout) for layout in layouts]
-    layouts_of_members: list[dict[str, StateLayout]] = [{} for _ in members]
-    for key, kind in keeps.items():
-        if kind == "momentum" or kind == "weights":
-            for member, state_layouts in zip(members, layouts_of_members, strict=True):
-                storage = member.momentum_storage if kind == "momentum" else member.storage
-                state_layouts[key] = StateLayout(kind, storage)
-            continue
-        forms = [factored_matrices(member.name, member.storage.shape, member.spec, kind) for member in members]
-        buffers = dict[str, tuple[FlatShards, tuple[int, ...]]]()
-        for member, (shape, _) in zip(members, forms, strict=True):
-            if isinstance(layout := member.momentum_storage.layout, FlatShards):
-                buffers[member.name] = layout, shape
-        flat = factored_in_buffers(buffers)
-        for member, (shape, matrices), state_layouts in zip(members, forms, layouts_of_members, strict=True):
-            layout, target = member.momentum_storage.layout, cast(Layout, flat.get(member.name))
-            if "×" in kind:  # the owners keep this state; they are known when there is a plan
-                target = MeshLayout.replicated(shape, (0,))
-            elif isinstance(layout, MeshLayout):
-                target = replace(layout, shape=shape)  # placed alike on the same mesh
-            storage = Storage(target, target.shape) if "×" in kind else member.momentum_storage.factored(target)
-            state_layouts[key] = StateLayout(kind, storage, FactoredState(key, kind, target, matrices))
-    return layouts_of_members
-
-
-def with_owners(plan: Plan, members: Sequence[OptimizedParameter | None]) -> tuple[OptimizedParameter | None, ...]:
-    """Return the members of a plan, with the layouts of the state that the owners of their matrices keep.
-
-    Args:
-        plan: The plan with the owner of each matrix.
-        members: The members of Muon's groups in the order of the plan; None for one that only other ranks hold. Those
-            that share a flat tensor also share the flat buffers of this state.
-    """
-    owners = {(assignment.parameter, assignment.matrix.index): assignment.owner for assignment in plan.assignments}
-    buffers = defaultdict[tuple[int, str], Counter[int]](Counter)  # elements of each owner, over all parameters
-    entries = list[tuple[int, str, StateLayout, defaultdict[int, list[Interval]], list[int]]]()
-    for number, member in enumerate(members):
-        for key, state_layout in member.state_layouts.items() if member is not None else ():
-            assert member is not None
-            if state_layout.factored is None or not state_layout.at_owner:
-                continue
-            buffer, first = buffers[id(member.tensor), key], 0
-            intervals, starts = defaultdict[int, list[Interval]](list), list[int]()
-            entries.append((number, key, state_layout, intervals, starts))
-            for matrix in state_layout.factored.matrices:
-                owner = owners[number, matrix.index]
-                starts.append(buffer[owner])
-                intervals[owner].append(Interval(first, matrix.numel, buffer[owner]))
-                buffer[owner] += matrix.numel
-                first += matrix.numel
-    placed = list(members)
-    for number, key, state_layout, intervals, starts in entries:
-        member, factored, ranks = placed[number], state_layout.factored, plan.parameters[number].target.ranks
-        assert member is not None
-        assert factored is not None
-        sizes = tuple(buffers[id(member.tensor), key][rank] for rank in ranks)
-        of_ranks = tuple(tuple(intervals.get(rank, ())) for rank in ranks)
-        layout = FlatShards(MeshLayout.replicated(factored.layout.shape, ranks), of_ranks, sizes)
-        factored = replace(factored, layout=layout, starts=tuple(starts))
-        at_owners = StateLayout(state_layout.kept_as, Storage(layout, layout.shape), factored)
-        placed[number] = replace(member, state_layouts={**member.state_layouts, key: at_owners})
-    return tuple(placed)

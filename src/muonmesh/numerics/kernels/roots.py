@@ -28,6 +28,17 @@ _BLOCK = 2048
 
 
 @triton.jit
+def _square(gram, memory, rows):
+    """The addresses of a program's matrix and memory, the places in its memory, which are inside, and the identity."""
+    row = tl.arange(0, _ROWS)
+    inside = (row[:, None] < rows) & (row[None, :] < rows)
+    identity = tl.where((row[:, None] == row[None, :]) & inside, 1.0, 0.0)
+    gram += tl.program_id(0).to(tl.int64) * rows * rows + row[:, None] * rows + row[None, :]
+    memory += tl.program_id(0).to(tl.int64) * 3 * _ROWS * _ROWS
+    return gram, memory, row[:, None] * _ROWS, row[None, :], inside, identity
+
+
+@triton.jit
 def _product(a, b, down, across):
     """A B in fp32, of squares in memory that no thread writes meanwhile."""
     term = tl.arange(0, _DEPTH)
@@ -74,16 +85,12 @@ def _joint_factor(r, identity, memory, down, across, STEPS: tl.constexpr):
 @triton.jit
 def whiten(gram, memory, rows, shift, slope, STEPS: tl.constexpr):
     """Replace a Gram matrix G by (G + shift·tr G)^-½ about."""
-    row = tl.arange(0, _ROWS)
-    inside = (row[:, None] < rows) & (row[None, :] < rows)
-    identity = tl.where((row[:, None] == row[None, :]) & inside, 1.0, 0.0)
-    gram += tl.program_id(0).to(tl.int64) * rows * rows + row[:, None] * rows + row[None, :]
-    memory += tl.program_id(0).to(tl.int64) * 3 * _ROWS * _ROWS
+    gram, memory, down, across, inside, identity = _square(gram, memory, rows)
     r = tl.load(gram, mask=inside, other=0.0)
     trace = tl.sum(tl.reshape(r * identity, (_ROWS * _ROWS,)), 0)
     trace = tl.where(trace == 0, 1.0, trace)
     r = tl.div_rn(r, trace) + shift * identity
-    product = _joint_factor(r, identity, memory, row[:, None] * _ROWS, row[None, :], STEPS)
+    product = _joint_factor(r, identity, memory, down, across, STEPS)
     tl.store(gram, product * tl.div_rn(slope, tl.sqrt_rn(trace)), mask=inside)
 
 
@@ -103,11 +110,7 @@ def soften(
     STEPS: tl.constexpr,
 ):
     """Replace a Gram matrix S² by (1 − f(S)/S)/S²."""
-    row = tl.arange(0, _ROWS)
-    inside = (row[:, None] < rows) & (row[None, :] < rows)
-    identity = tl.where((row[:, None] == row[None, :]) & inside, 1.0, 0.0)
-    gram += tl.program_id(0).to(tl.int64) * rows * rows + row[:, None] * rows + row[None, :]
-    memory += tl.program_id(0).to(tl.int64) * 3 * _ROWS * _ROWS
+    gram, memory, down, across, inside, identity = _square(gram, memory, rows)
     g = tl.load(gram, mask=inside, other=0.0)
     captured = tl.sum(tl.reshape(g * identity, (_ROWS * _ROWS,)), 0)
     largest = tl.sqrt_rn(tl.sum(tl.reshape(g * g, (_ROWS * _ROWS,)), 0))
@@ -122,7 +125,6 @@ def soften(
     target = tl.where(outside < total * share_left, higher, target)
     bound = tl.div_rn(largest, target) + 1.0
     r = tl.div_rn(g, bound * target) + tl.div_rn(identity, bound)
-    down, across = row[:, None] * _ROWS, row[None, :]
     root = _joint_factor(r, identity, memory, down, across, STEPS)
     tl.store(memory + down + across, root)
     tl.debug_barrier()

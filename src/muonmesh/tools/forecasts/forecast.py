@@ -41,7 +41,8 @@ from muonmesh.numerics.working_memory import Needs
 from muonmesh.report.explain import imbalance
 from muonmesh.report.traffic import Traffic, traffic
 from muonmesh.step.members import OptimizedParameter
-from muonmesh.step.planning import flops_of, state_layouts_of
+from muonmesh.step.planning import flops_of
+from muonmesh.step.state_placement import state_layouts_of
 from muonmesh.tools.forecasts.device_rates import DeviceRates, Timed
 from muonmesh.tools.forecasts.step_memory import step_memory
 
