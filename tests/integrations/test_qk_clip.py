@@ -41,6 +41,7 @@ DEEPSEEK = {
 }
 TOKENS = torch.randint(31, (3, 9), generator=torch.Generator().manual_seed(1))
 EXAMPLE = {"input_ids": TOKENS}
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
 
 
 def build_family(family: str, attention: str = "sdpa") -> nn.Module:
@@ -287,6 +288,72 @@ def test_frozen_queries_in_a_module_that_is_trained_are_refused() -> None:
     attention.get_submodule("k_proj").requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: found a frozen parameter"):
         mm.QKClip(model, optimizer=mm.from_model(model))
+
+
+def splits_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups without the names of their parameters: hidden matrices, and the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [{"params": matrices, "algorithm": "muon"}, {"params": rest, "algorithm": "adamw"}]
+
+
+@pytest.mark.parametrize("origin", ["without names", "from a module around the model"])
+def test_an_optimizer_may_know_the_weights_by_other_names(origin: str) -> None:
+    """No weight was scaled, without a word."""
+    clipped = []
+    for other in (False, True):
+        model = build_family("llama")
+        optimizer = mm.from_model(model, lr=0.0, adamw={"lr": 0.0})
+        if other and origin == "without names":
+            optimizer = mm.Muon([{**group, "lr": 0.0} for group in splits_of(model)])
+        elif other:
+            optimizer = mm.from_model(nn.ModuleDict({"inner": model}), lr=0.0, adamw={"lr": 0.0})
+        clip = mm.QKClip(model, threshold=1.0, optimizer=optimizer)
+        loss_of_tokens(model).backward()
+        optimizer.step()
+        assert float(first(clip).max()) > 1.0
+        clipped.append(model.state_dict())
+    assert not torch.equal(build_family("llama").state_dict()[QUERIES], clipped[0][QUERIES])
+    torch.testing.assert_close(clipped[1], clipped[0], rtol=0, atol=0)
+
+
+def test_weights_that_another_optimizer_steps_are_refused() -> None:
+    """The biases stayed, so that logits stayed above the threshold, without a word."""
+    model = build_family("llama")
+    matrices = splits_of(model)[0]["params"]
+    named = [(name, p) for name, p in model.named_parameters() if any(p is matrix for matrix in matrices)]
+    with pytest.raises(ValueError, match=r"q_proj\.bias: found a parameter that makes .* does not step; .* clip\.step"):
+        mm.QKClip(model, optimizer=mm.Muon([{"params": named, "algorithm": "muon"}]))
+
+
+def test_a_tied_weight_takes_the_smallest_factor_of_the_modules_that_it_serves() -> None:
+    """The second module's logits stayed above the threshold, if only they were."""
+    model: Any = build_family("llama")
+    attentions = [layer.self_attn for layer in model.model.layers]
+    attentions[1].q_proj = attentions[0].q_proj
+    clip = mm.QKClip(model, threshold=10.0, optimizer=(optimizer := mm.from_model(model, lr=0.0, adamw={"lr": 0.0})))
+    before = [attentions[0].q_proj.weight.detach().clone(), *(a.k_proj.weight.detach().clone() for a in attentions)]
+    largest = torch.tensor([[20.0, 40.0, 1.0, 1.0, 20.0, 10.0], [40.0, 20.0, 30.0, 1.0, 1.0, 10.0]])
+    for attention, of_heads in zip(attentions, largest, strict=True):
+        clip.record(attention, of_heads)
+    optimizer.step()
+    factors = (10.0 / largest.double()).clamp(max=1.0).sqrt()
+    after = [attentions[0].q_proj.weight, *(a.k_proj.weight for a in attentions)]
+    for new, old, by_head in zip(after, before, [factors.amin(0), *factors], strict=True):
+        torch.testing.assert_close(new.detach(), (old.double() * by_head.repeat_interleave(4)[:, None]).float())
+
+
+def test_a_model_that_was_compiled_and_run_before_is_watched() -> None:
+    """Another clip had wrapped the attention function, and compiled code kept that nobody watched."""
+    mm.QKClip(build_family("llama"))  # gone at once
+    torch._dynamo.reset()
+    model = build_family("llama")
+    compiled: Any = torch.compile(model, backend="eager")
+    loss_of_tokens(compiled)
+    clip = mm.QKClip(model, threshold=1e9)
+    loss_of_tokens(compiled)
+    clip.step()
+    assert all(largest.isfinite().all() for largest in clip.largest.values())
 
 
 def clip_and_step_on_tokens(model: nn.Module, optimizer: mm.Muon) -> None:

@@ -345,6 +345,11 @@ def _contents(name: str, declared: Any, spec: Any) -> list[tuple[str, Any, Any]]
     return [(name, declared, spec)]
 
 
+def names_in(name: str, layouts: Mapping[str, Declared]) -> list[str]:
+    """Return the names of the parameters that a tensor holds: several if it is declared as flat, else its own."""
+    return [contained for contained, _, _ in _contents(name, layouts.get(name), None)]
+
+
 def group_for(process_group: ProcessGroup) -> dist.ProcessGroup | None:
     """Return the process group of the ranks that hold plain tensors whole; None for one rank or if it is unknown."""
     if isinstance(process_group, dist.ProcessGroup):

@@ -118,6 +118,9 @@ KNOWN = ("sdpa", "eager", "flex_attention")
 _watchers: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 """For each attention module: the `QKClip` that receives its queries and keys, or the bound on its logits."""
 
+_MARK = "_muonmesh_watched"
+"""An attribute of the modules in `_watchers`: compiled code guards attributes, but no entries of such a dictionary."""
+
 
 def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
     """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
@@ -149,6 +152,7 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
     for module in modules:
         _watch_eager(module)
         _watchers[module] = ref(watcher)
+        setattr(module, _MARK, True)
 
 
 def _watch_eager(module: nn.Module) -> None:
@@ -163,12 +167,18 @@ def _watch_eager(module: nn.Module) -> None:
             functions[name] = _watched("eager", functions[name])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _watcher_of(module: nn.Module) -> Any:
+    """Return the `QKClip` that watches a module; None if there is none or it is gone."""
+    watcher = _watchers.get(module)
+    return None if watcher is None else watcher()
+
+
 def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        watcher = _watchers.get(module)
-        clip = None if watcher is None else watcher()
+        clip = _watcher_of(module) if getattr(module, _MARK, False) else None
         inputs = (module, query, key, value, attention_mask, *args)
         if clip is None or not module.training or not torch.is_grad_enabled():
             return function(*inputs, **kwargs)

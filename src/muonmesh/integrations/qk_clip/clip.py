@@ -25,7 +25,7 @@ from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions,
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
-from muonmesh.step.members import OptimizedParameter
+from muonmesh.step.members import OptimizedParameter, names_in
 from muonmesh.table import aligned
 
 _SHARDED = "Make the QKClip before the model is sharded. To make it after, leave example= out and pass optimizer=, "
@@ -64,7 +64,7 @@ class QKClip:
     Raises:
         ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
             and keys, the threshold is not above 0, or another QKClip already clips this model; or an ``optimizer`` is
-            given, and a module that is trained has weights to scale that are frozen.
+            given, and a module that is trained has weights to scale that are frozen or that it does not step.
     """
 
     def __init__(
@@ -86,16 +86,19 @@ class QKClip:
             raise TypeError(explain_error("QKClip", f"optimizer={type(optimizer).__name__}", needed, write))
         muons: Sequence[Muon] = () if inner is None else inner.muons
         self._optimizers = tuple(ref(muon) for muon in muons)  # weak: the optimizers' hooks refer to this QKClip
+        own_names = {id(parameter): canonical_name(key) for key, parameter in model.named_parameters()}
         stepped = {
-            name: matrices
+            own_names.get(id(tensor), name): matrices  # the optimizer may have been made from a module around this one
             for group in (group for muon in muons for group in muon.param_groups if "matrices" in group)
-            for name, matrices in zip(group.get("param_names", ()), group["matrices"], strict=False)
+            for name, tensor, matrices in zip(
+                group.get("param_names", ()), group["params"], group["matrices"], strict=False
+            )
         }
         with calling("QKClip"):
             forward_facts = {} if example is None else facts_of_example(model, example, sharded=_SHARDED)
         attention_modules = attentions(model, forward_facts, stepped)
         if muons:
-            _refuse_frozen(attention_modules)
+            _refuse_unstepped(attention_modules, muons)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
@@ -222,15 +225,18 @@ class QKClip:
         if optimizer is not None:
             clipped &= ~torch.as_tensor(optimizer.stopped, dtype=torch.bool, device=clipped.device)
         gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
-        factors: dict[str, list[tuple[LogitRows, Tensor]]] = {}
+        tensors = _tensors_of([attention for attention, _ in self._attentions.values()])
+        factors: dict[int, list[tuple[LogitRows, Tensor]]] = {}
         for attention, start in self._attentions.values():
             for rows in attention.rows:
-                factors.setdefault(rows.name, []).append((rows, gamma[start + rows.head] ** rows.power))
+                factor = gamma[start + rows.head] ** rows.power
+                factors.setdefault(id(tensors[rows.name]), []).append((rows, factor))
         for parameter in self._parameters(optimizer):
-            if parameter.name in factors:
+            own = parameter.tensor if id(parameter.tensor) in factors else tensors.get(parameter.name)
+            if own is not None:
                 state = {} if optimizer is None else optimizer.state.get(parameter.tensor, {})
                 weights = parameter.weights(state)
-                scale_rows(weights, parameter.storage, factors[parameter.name])
+                scale_rows(weights, parameter.storage, factors[id(own)])
                 if state.get("master") is not None:
                     local_of(parameter.tensor.detach()).copy_(weights)
 
@@ -245,16 +251,41 @@ class QKClip:
             yield OptimizedParameter(name, tensor, storage, storage)
 
 
-def _refuse_frozen(attention_modules: Sequence[Attention]) -> None:
-    """Raise ValueError if weights to scale are frozen in a module that is trained; a frozen module stays as it is."""
+def _tensors_of(attention_modules: Sequence[Attention]) -> dict[str, Tensor]:
+    """Return the parameters with rows to scale, by each of their names in the model.
+
+    An optimizer has the same tensors, perhaps by other names, or flat buffers that contain parameters of these names.
+    """
+    places = (place for attention in attention_modules for place in attention.places.items())
+    return {name: getattr(module, key) for name, (module, key) in places}
+
+
+def _refuse_unstepped(attention_modules: Sequence[Attention], muons: Sequence[Muon]) -> None:
+    """Raise ValueError if an optimizer does not step all weights to scale of a module that is trained.
+
+    A frozen module stays as it is.
+    """
+    tensors = _tensors_of(attention_modules)
+    stepped: set[int] = set()
+    for group in (group for muon in muons for group in muon.param_groups):
+        stepped.update(id(tensor) for tensor in group["params"])
+    for muon in muons:
+        names = (name for group in muon.param_groups for name in group["param_names"])
+        contained = (part for name in names for part in names_in(name, muon.layouts))
+        stepped.update(id(tensors[name]) for name in contained if name in tensors)
     for attention in attention_modules:
-        named = attention.module.named_parameters(remove_duplicate=False)
-        trained = {canonical_name(f"{attention.name}.{key}"): parameter.requires_grad for key, parameter in named}
-        for rows in attention.rows:
-            if any(trained.values()) and not trained.get(rows.name, True):
+        if not any(parameter.requires_grad for parameter in attention.module.parameters()):
+            continue
+        for name in attention.places:
+            if not tensors[name].requires_grad:
                 problem = "a frozen parameter, which optimizer= does not step, in a module that is trained"
                 needed, write = "queries and keys that are trained, or none", "Train it, or leave QKClip out"
-                raise ValueError(explain_error(rows.name, problem, needed, write))
+                raise ValueError(explain_error(name, problem, needed, write))
+            if id(tensors[name]) not in stepped:
+                problem = "a parameter that makes queries or keys, and that optimizer= does not step"
+                needed = "one optimizer for all of them, since QKClip scales only what it steps"
+                write = "Give it to this optimizer, or leave optimizer= out and call clip.step() after each step"
+                raise ValueError(explain_error(name, problem, needed, write))
 
 
 def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
@@ -271,7 +302,8 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
     dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
     factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
     for rows, factor in factors:
-        factor_of_index[rows.low : rows.high] = factor
+        part = factor_of_index[rows.low : rows.high]
+        torch.minimum(part, factor, out=part)  # a tied parameter makes the logits of several modules
     wide = torch.promote_types(local.dtype, torch.float32)
     boxes = boxes_of(local.contiguous(), storage.layout, storage.shape)
     for at, box in boxes.items():

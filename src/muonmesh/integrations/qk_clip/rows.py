@@ -59,6 +59,7 @@ class Attention:
         heads: The number of heads of its queries.
         rows: The rows of queries and keys that make the logits.
         queries: The module and key of the weight that makes the queries.
+        places: The module and key of each parameter in ``rows``, by its name. A tied parameter has several names.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Attention:
     heads: int
     rows: tuple[LogitRows, ...]
     queries: tuple[nn.Module, str]
+    places: Mapping[str, tuple[nn.Module, str]]
 
 
 def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
@@ -110,7 +112,9 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
         _refuse_missing(name, owner, {part for _, attribute, _ in entries for part in _named(attribute)})
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
         query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
-        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key)))
+        scaled = {row.name for row in rows}
+        places = {site.name: (site.module, site.key) for site, _, _ in entries if site.name in scaled}
+        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places))
     if not result:
         found_none = "no attention module whose queries and keys are known"
         needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
