@@ -478,6 +478,22 @@ class SeesItsRank(mm.MuonRule):
         return update * (1 + dist.get_rank())
 
 
+@register_rule("test-scales-by-rank")
+@dataclass(frozen=True)
+class ScalesByRank(mm.MuonRule):
+    """What a rank applies to what it stores then agrees with one process on this rank, and with no other rank."""
+
+    def scale(self, rows: int, cols: int) -> float:
+        return 1.0 + dist.get_rank()
+
+
+@register_rule("test-elements-by-rank")
+@dataclass(frozen=True)
+class ElementsByRank(mm.ElementwiseRule):
+    def update(self, gradient: Tensor, state: Any, count: Tensor) -> Tensor:
+        return gradient.sign() * (1.0 + dist.get_rank())
+
+
 @register_rule("test-normalises-gradients")
 @dataclass(frozen=True)
 class NormalisesGradients(mm.MuonRule):
@@ -573,6 +589,8 @@ def test_a_rule_is_proved_on_generated_layouts(rule: str, examples: int) -> None
         ("test-divides", "weights are not finite in one process, as after a division"),
         ("test-writes", "Writes: the gradient has been written"),
         ("test-grows", r"Grows\.scale_invariant: True, but gradients times 1024 change"),
+        ("test-scales-by-rank", "one process has other results on rank 1 than on rank 0"),
+        ("test-elements-by-rank", "one process has other results on rank 1 than on rank 0"),
     ],
 )
 def test_a_rule_that_sees_sharding_is_found(workers, rule: str, pattern: str) -> None:

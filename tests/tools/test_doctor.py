@@ -279,6 +279,37 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_a_run(tmp_path: Path) -
     assert f"no checkpoint is there. The run begins again with: muonmesh train --resume {run}" in text
 
 
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_with_a_damaged_last_checkpoint_does_not_go_on(damage: str, older: bool, tmp_path: Path) -> None:
+    """The other training's checkpoint was whole, and the run was said to go on; a resume ended with an error."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / LOCK_FILE).touch()
+    Settings(out=str(run)).save({})
+    write(run / "checkpoints" / "muon" / "step-00000060", STATE, GROUPS)
+    for step in (30, 60) if older else (60,):
+        write(run / "checkpoints" / "adamw" / f"step-{step:08d}", STATE, GROUPS)
+    if damage == "cut":
+        cut_data(run / "checkpoints" / "adamw" / "step-00000060")
+    else:
+        data = run / "checkpoints" / "adamw" / "step-00000060" / "__0_0.distcp"
+        content = bytearray(data.read_bytes())
+        content[-1] ^= 1
+        data.write_bytes(content)
+    code, text = doctor(run)
+    text = text.replace("\n", " ")
+    assert code == 1
+    if older and damage == "cut":  # a resume passes over what is not there in full
+        assert f"goes on with: muonmesh train --resume {run}" in text
+        assert "a resume cannot" not in text
+        return
+    assert "goes on with" not in text
+    begins = "go on from step 30" if older else "train it from the start"
+    assert "a resume cannot load the last checkpoint of adamw. Bring an undamaged copy, or remove the damaged " in text
+    assert f"checkpoints to {begins}" in text
+
+
 def test_metrics_without_a_checkpoint_are_told(tmp_path: Path) -> None:
     """Whoever removed the checkpoints of a training learns it before a resume trains it again."""
     run = tmp_path / "run"

@@ -136,6 +136,30 @@ def test_each_file_is_a_document_and_held_out_ones_are_not_learnt_from_even_as_c
     assert 2 <= len(held_out) <= 30, "about one file in twenty"
 
 
+def test_files_that_are_no_text_are_named_and_not_only_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of texts in another encoding was learnt from in part, without a word, and "files" told of all."""
+    folder = write(tmp_path / "text", {**documents(2), "empty.txt": " "})
+    (folder / "latin.txt").write_bytes("größer\n".encode("latin-1"))
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+    prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    told = capsys.readouterr().err
+    assert f"ignored 2 of the files, {folder / 'latin.txt'}, {folder / 'picture.png'}; needed UTF-8 text" in told
+    for path in (folder / "latin.txt", folder / "picture.png"):
+        path.unlink()
+    prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    assert capsys.readouterr().err == "", "an empty file has nothing to learn"
+
+
+def test_a_text_that_was_prepared_in_another_place_is_told_by_the_place_that_was_given(tmp_path: Path) -> None:
+    """The report and messages about --data named the folder of the run that had prepared the same text first."""
+    folders = [write(tmp_path / name, documents(2)) for name in ("first", "second")]
+    prepared = [prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache") for folder in folders]
+    assert prepared[0].directory == prepared[1].directory
+    assert [corpus.source for corpus in prepared] == [str(folder) for folder in folders]
+
+
 def test_a_single_file_holds_out_its_end() -> None:
     text = "".join(f"line {i}\n" for i in range(1000))
     train, held_out = divide("0" * 64, text, whole=False)
@@ -209,6 +233,7 @@ def test_a_run_has_what_builds_its_model(tmp_path: Path) -> None:
     assert corpus.vocab < 2048
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     assert (len(tokenizer), tokenizer.eos_token_id) == (corpus.vocab, config.eos_token_id)
+    assert (tmp_path / "run/model").stat().st_mode == (tmp_path / "run").stat().st_mode, "others may read it too"
     (Path(corpus.directory) / "tokenizer.json").unlink()
     with pytest.raises(FileError, match=r"tokenizer.json: found nothing there; needed .* Remove its folder"):
         save_model(settings, corpus)

@@ -36,7 +36,7 @@ class Row:
         flops: FLOPs in a step over all ranks.
         bytes: Bytes that this rank sends for the parameter in a step.
         rms: Root mean square of one step; for AdamW an upper bound, which the table marks by "≤"; NaN if it is not
-            known, see `Rule.step_size`.
+            known, see `Rule.step_size` and `ElementwiseRule.largest_step`.
         spectral: Spectral norm of one step; NaN for AdamW, and if it is not known.
         state: Bytes of the parameter's state that this rank keeps from step to step, in the stored dtypes.
         sets: The number of matrices that each coefficient set orthogonalizes, by its name, on a device with the dtype.
@@ -197,7 +197,8 @@ def explain(groups: Sequence[Mapping[str, Any]], planned: StepPlan, precision: P
             row = replace(row, owners=dict(owners[number]), bytes=sent[number] * itemsize, state=state)
         else:
             shape = "×".join(map(str, member.storage.shape))
-            row = Row(member.name, member.algorithm, "", shape, "", {}, 0, 0, float(group["lr"]), math.nan, state)
+            bound = rule_of(group).largest_step()
+            row = Row(member.name, member.algorithm, "", shape, "", {}, 0, 0, bound, math.nan, state)
         rows_of[member.tensor].append(row)
     rows = []
     for group in groups:

@@ -66,6 +66,8 @@ def measure(
         return None
     own_names = {group["name"] for group in groups}
     squares, elements = summed.unbind(-1)
+    # All weights count, also those of ranks on which no matrix has changed, such as experts without tokens.
+    elements[:, 3] = torch.where(elements[:, 3] > 0, elements[:, 2], 0.0)
     rms = (squares / elements).sqrt_()
     if waits:  # includes groups that only other ranks have
         filled = {(position, _FIGURES[figure]) for position, figure in elements.nonzero().tolist()}

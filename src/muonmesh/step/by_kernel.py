@@ -304,7 +304,7 @@ class ByKernel:
         norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
         places = upload(numbers, dtype=torch.int64, device=device)
         copies = [self._ready.of(number).entry.member.storage.copies for number in numbers]
-        steps = torch.where(self.active, size, 0.0)[places] * norms
+        steps = torch.where(self.active[places], size[places] * norms, 0.0)  # also where a skipped step is not finite
         steps = steps.square() / upload(copies, dtype=torch.float64, device=device)
         squares.setdefault(launch.group, []).append(steps.sum())
 

@@ -71,6 +71,7 @@ def _step(
         absent = ~batch[0].present if isinstance(batch[0].present, Tensor) else None
         stored = [_stored(entry, rule) for entry in batch]
         used = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
+        stop = flags.stop if absent is None or flags.stop is None else flags.stop | absent
         squares = rule.step(
             [state[""] for state in used],
             [
@@ -79,11 +80,12 @@ def _step(
             ],
             {key: [state[key] for state in used] for key in rule.keeps()},
             [entry.state[COUNT] for entry in batch],
-            stop=flags.stop if absent is None or flags.stop is None else flags.stop | absent,
+            stop=stop,
             measured=squares_by_group is not None,
         )
         for entry, square in zip(batch, squares, strict=False):
             assert squares_by_group is not None
+            square = square if stop is None else torch.where(stop, 0.0, square)
             squares_by_group.setdefault(entry.member.group, []).append(square / entry.member.storage.copies)
         for entry, before, after in zip(batch, stored, used, strict=True):
             _write(entry, rule, before, after)

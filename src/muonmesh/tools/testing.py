@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,7 +101,9 @@ def prove_rule(
     mesh_of = functools.cache(functools.partial(init_device_mesh, "cpu"))
     cases = [_case(generator) for _ in range(examples)]
     for case in cases:
-        _agree(_differences(case, group, mesh_of))
+        differing, digest = _differences(case, group, mesh_of)
+        _agree(differing)
+        _agree(_apart(digest, case))
     return _summary(names[0], cases)
 
 
@@ -155,8 +158,12 @@ def _case(generator: random.Random) -> SimpleNamespace:
 
 def _differences(
     case: SimpleNamespace, group: Mapping[str, Any], mesh_of: Callable[[tuple[int, ...]], DeviceMesh]
-) -> str:
-    """Step a case in its layout and in one process, as on a CPU and as on a device; return what differs, as text."""
+) -> tuple[str, str]:
+    """Step a case in its layout and in one process, as on a CPU and as on a device.
+
+    Returns:
+        What differs, as text; and a digest of the results in one process.
+    """
     ranks = tuple(range(world_size()))
     if case.how == "mesh":
         layout: Layout = MeshLayout(case.shape, case.sizes, ranks, placements_of("parameter", case.placements))
@@ -180,8 +187,33 @@ def _differences(
         (far, "differ between the operations of a device and those of a CPU"),
     ):
         if wrong:
-            return f"{', '.join(wrong)} {consequence} in {case}"
-    return ""
+            return f"{', '.join(wrong)} {consequence} in {case}", ""
+    return "", _digest([*cpu.values(), *device.values()])
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _apart(digest: str, case: SimpleNamespace) -> str:
+    """Return, as text, between which ranks one process has other results, since the layouts have those of their rank.
+
+    Args:
+        digest: The digest of the results in one process on this rank.
+        case: The case.
+    """
+    everyone = gather_objects(digest)
+    other = next((rank for rank, found in enumerate(everyone) if found != everyone[0]), 0)
+    if not other:
+        return ""
+    return (
+        f"one process has other results on rank {other} than on rank 0 in {case}; needed parts that do not depend on "
+        "the rank or on the process, as on hash() of a text"
+    )
 
 
 def _stepped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,6 +32,19 @@ class AdamWRule(ElementwiseRule):
     def keeps(self) -> tuple[str, ...]:
         """Return the two moments."""
         return "exp_avg", "exp_avg_sq"
+
+    def largest_step(self) -> float:
+        """Return lr times the largest ratio of m̂ to √v̂; NaN if there is none, for β₁² ≥ β₂.
+
+        By the Cauchy–Schwarz inequality the ratio is at most √Σ aᵢ²/bᵢ, where aᵢ = (1 − β₁)β₁ⁱ and bᵢ = (1 − β₂)β₂ⁱ are
+        the weights of past gradients in the moments: 1.16 for the default betas, 7.3 for 0.9 and 0.999. Gradients that
+        grow from step to step come near it, as do gradients after many steps without any.
+        """
+        beta1, beta2 = self.betas
+        if beta1 and beta1 * beta1 >= beta2:
+            return math.nan
+        past = beta1 * beta1 / beta2 if beta1 else 0.0
+        return float(self.lr) * (1 - beta1) / math.sqrt((1 - beta2) * (1 - past))
 
     def step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,13 @@ class ElementwiseRule(Hyperparameters):
             The same shape.
         """
         raise NotImplementedError  # `register_rule` refuses rules without this method
+
+    def largest_step(self) -> float:
+        """Return an upper bound of the root mean square of a step, without weight decay; NaN if it is not known.
+
+        `Muon.explain` shows the bound. Override this method in a rule of your own that has one.
+        """
+        return math.nan
 
     def step(
         self,

@@ -138,7 +138,7 @@ def apply(
         active: 0-d bool tensor; if it is false, nothing changes. None means true.
         sums: The sums of the `Rule.summands` over the whole matrix, 0-d fp64 each.
         matrix_state: The state of kind "matrix", 0-d fp64 each, if there are sums.
-        squares: If given, sums of squares of the step without decay are appended, 0-d fp64.
+        squares: If given, sums of squares of the step without decay are appended, 0-d fp64; 0 if nothing changes.
         rounded: The weights of lower precision, of the same shape, which master weights follow (`follow`) and are then
             rounded to; None if there are no master weights.
     """
@@ -156,7 +156,8 @@ def apply(
         with_numbers = {**updated, **matrix_state} if matrix_state else updated
         rule.apply(fresh, wide, size, MappingProxyType(with_numbers), sums)
         if squares is not None:
-            squares.append(wide.double().square_().sum())
+            taken = wide.double().square_().sum()
+            squares.append(taken if active is None else torch.where(active, taken, 0.0))
         if active is not None:
             torch.where(active, fresh.to(p.dtype), p, out=p)
             for old, new in zip(views, updated.values(), strict=True):

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from muonmesh.checkpoint.form import SIZE, TEXT, check_form, only
 from muonmesh.errors import FileError
 from muonmesh.files import kind_of, onto_disk, read_json, read_text, reason, write_text, writing
+from muonmesh.tools.cli.terminal import note
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
@@ -245,8 +246,9 @@ def standard_library() -> list[Path]:
 def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpus:
     """Read, split and tokenize text, and store the result in ``cache`` by digest, where a second call finds it.
 
-    Without patterns, the text is :func:`standard_library`. Files that are no UTF-8 text are ignored. The text is read
-    twice, one document at a time, and tokens are written at once. So the text may be larger than the memory.
+    Without patterns, the text is :func:`standard_library`. Files that are no UTF-8 text are ignored, and named on
+    stderr, since the number of files includes them. The text is read twice, one document at a time, and tokens are
+    written at once. So the text may be larger than the memory.
 
     Args:
         patterns: The values of ``--data``.
@@ -260,20 +262,35 @@ def prepare_corpus(patterns: Sequence[str], *, vocab: int, cache: Path) -> Corpu
     files = find_files(patterns) if patterns else standard_library()
     source = " ".join(patterns) if patterns else "the Python standard library"
     texts = texts_of(files)
-    held_out = [_is_held_out(name) for name, _ in documents_of(texts)]
+    held_out = {name: _is_held_out(name) for name, _ in documents_of(texts)}
     if not held_out:
         raise ValueError(f"--data {source}: found {len(files)} files, none of which is UTF-8 text with content.")
+    _tell_ignored([file for name, file in texts.items() if name not in held_out])
     parts = [FORMAT, HELD_OUT_SHARE, vocab, [*texts]]
     directory = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not (directory / DESCRIPTION_FILE).is_file():
         # Whole documents are held out, chosen by their hash. With too few documents, the end of each is held out.
-        whole = len(held_out) >= FILES_FOR_A_SPLIT and 0 < sum(held_out) < len(held_out)
+        whole = len(held_out) >= FILES_FOR_A_SPLIT and 0 < sum(held_out.values()) < len(held_out)
         learnt = (divide(name, text, whole=whole)[0] for name, text in documents_of(texts))
         _write(directory, train_tokenizer(learnt, vocab=vocab), texts, whole=whole, source=source)
-    corpus = replace(load_corpus_of(directory), directory=str(directory))  # the folder may have moved
+    # The folder may have moved, and may have been made for the same text in another place.
+    corpus = replace(load_corpus_of(directory), directory=str(directory), source=source)
     if corpus.measured_digest() != corpus.digest:
         raise FileError(f"{directory}: its tokens have changed since they were written. Remove the folder: {REMADE}")
     return corpus
+
+
+def _tell_ignored(files: Sequence[Path]) -> None:
+    """Name the files whose text nobody learns on stderr: those with bytes other than white space."""
+    named = []
+    for file in files:
+        with _reading(file):
+            if file.read_bytes().strip():
+                named.append(str(file))
+    if named:
+        more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+        needed = "needed UTF-8 text without zero bytes. Convert them if their text is to be learnt, as with iconv"
+        note(f"--data: ignored {len(named)} of the files, {', '.join(sorted(named)[:3])}{more}; {needed}")
 
 
 def save_corpus_of(folder: Path, corpus: Corpus) -> None:

@@ -22,7 +22,7 @@ from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
 from muonmesh.step.state_layout import wrong_numbers
 from muonmesh.tools.checkpoints.archive import MoreThanData, read_archive
-from muonmesh.tools.cli.checkpoints import checkpoints_of, numbered, without_checkpoint
+from muonmesh.tools.cli.checkpoints import checkpoints_of, is_complete, numbered, without_checkpoint
 from muonmesh.tools.cli.report import METRICS_FILE
 from muonmesh.tools.cli.run_files import LOCK_FILE
 from muonmesh.tools.cli.run_settings import CONFIG_FILE, load_config, load_settings
@@ -116,13 +116,23 @@ def _run(run: Path) -> Diagnosis:
         load_settings(run)
         result.settings = load_config(run)
         result.notes += without_checkpoint(run)
+    stuck = False
     for name in ("muon", "adamw"):
         directory = checkpoints_of(run, name)
-        parts = [_folder(path) for _, path in numbered(directory)]
-        result.parts += [part for part in parts if Path(part.path).exists()]  # a run may remove old ones meanwhile
+        parts = {step: _folder(path) for step, path in numbered(directory)}
+        # A run may remove old ones meanwhile.
+        parts = {step: part for step, part in parts.items() if folder_at(Path(part.path)).exists()}
+        result.parts += parts.values()
+        loaded = next((part for part in parts.values() if is_complete(folder_at(Path(part.path)))), None)
+        if parts and not (loaded and loaded.whole):  # a resume reads only this one
+            stuck = True
+            older = next((step for step, part in parts.items() if part.whole), None)
+            goes_on = "train it from the start" if older is None else f"go on from step {older}"
+            write = f"Bring an undamaged copy, or remove the damaged checkpoints to {goes_on}"
+            result.notes.append(f"a resume cannot load the last checkpoint of {name}. {write}")
         leftovers = directory.glob(".*.writing")
         result.notes += [f"{path}: left by a save that was cut off; the next one removes it" for path in leftovers]
-    if not result.faults and (not result.parts or any(part.whole for part in result.parts)):
+    if not result.faults and not stuck:
         begins = "goes on" if result.parts else "no checkpoint is there. The run begins again"
         result.notes.append(f"{begins} with: {shell_line('train', '--resume', run)}")
     return result

@@ -169,7 +169,11 @@ def save_model(settings: Settings, corpus: Corpus) -> None:
     with writing(folder, raised=Exception), tempfile.TemporaryDirectory() as scratch:
         config.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        shutil.copytree(scratch, folder, dirs_exist_ok=True)
+        folder.mkdir(
+            parents=True, exist_ok=True
+        )  # as readable as the run, unlike a temporary folder, whose mode copytree copies
+        for file in Path(scratch).iterdir():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _launch(run: Path, settings: Settings) -> int:
