@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
 from tests.support import cases, problem
+from tests.support.on_ranks import on_ranks
 
 COVERS = (
     "checkpoint.save_load.save",
@@ -130,7 +131,8 @@ def test_full_state_dicts_go_to_one_process_and_to_other_ranks(workers, tmp_path
         assert problem.differing(result, expected) == []
 
 
-def wrong_kinds() -> list[str]:
+@on_ranks(2)
+def test_state_of_another_layout_is_refused_by_load_state_dict() -> None:
     """Whole tensors into shards, and shards of another placement: an error, not half of the momentum."""
     messages = []
     whole_model, whole_optimizer = build_layout("local")
@@ -143,17 +145,14 @@ def wrong_kinds() -> list[str]:
             optimizer.load_state_dict(source.state_dict())
         messages.append(str(caught.value))
         assert not optimizer.state
-    return messages
+    plain, other = messages
+    assert "plain tensor" in plain
+    assert "set_optimizer_state_dict" in plain
+    assert "placed (Shard(dim=1),)" in other
 
 
-def test_state_of_another_layout_is_refused_by_load_state_dict(workers) -> None:
-    for plain, other in workers(2).run(wrong_kinds):
-        assert "plain tensor" in plain
-        assert "set_optimizer_state_dict" in plain
-        assert "placed (Shard(dim=1),)" in other
-
-
-def placed_otherwise() -> str:
+@on_ranks(2)
+def test_state_with_other_placements_is_refused_by_load_state_dict() -> None:
     """State with this rank's shape and other placements, on an axis of one rank."""
     mesh, optimizers = init_device_mesh("cpu", (dist.get_world_size(), 1)), []
     for placement in (Replicate(), Shard(1)):
@@ -163,13 +162,9 @@ def placed_otherwise() -> str:
         optimizers[-1].step()
     with pytest.raises(mm.StateError) as caught:
         optimizers[1].load_state_dict(optimizers[0].state_dict())
-    return str(caught.value)
-
-
-def test_state_with_other_placements_is_refused_by_load_state_dict(workers) -> None:
-    for message in workers(2).run(placed_otherwise):
-        assert "placed (Shard(dim=0), Replicate()), (3, 4) here; needed a DTensor" in message
-        assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in message
+    message = str(caught.value)
+    assert "placed (Shard(dim=0), Replicate()), (3, 4) here; needed a DTensor" in message
+    assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in message
 
 
 class Late(dcp.FileSystemWriter):

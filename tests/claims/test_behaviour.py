@@ -33,6 +33,7 @@ from muonmesh.numerics import kernels
 from muonmesh.numerics.kernels import auto_takes, compiled, threads
 from muonmesh.step.runtime import Driver
 from tests.support import emulated, gathered, models, pretended, problem
+from tests.support.on_ranks import on_ranks
 from tests.support.problem import SETTINGS, gradients, groups, hold, initial, placed_like
 
 COVERS = (
@@ -51,22 +52,21 @@ def mesh() -> Any:
 # ------------------------------------------------------------------ zero and missing gradients
 
 
-def step_zeroed(layout: str, wait: bool) -> list[str]:
+@pytest.mark.parametrize("wait", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
+@on_ranks(2)
+def test_zero_and_missing_gradients_bit_for_bit(layout: str, wait: bool) -> None:
+    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
+
     def prepare(optimizer: mm.Muon) -> None:
         optimizer._runtime.driver = Driver(wait)
 
     *_, last = problem.steps(layout, 4, problem.initial(), problem.zeroed, prepare)
-    return problem.differing(problem.result(*last), problem.alone(4, problem.zeroed))
+    assert problem.differing(problem.result(*last), problem.alone(4, problem.zeroed)) == []
 
 
-@pytest.mark.parametrize("wait", [True, False], ids=["host-waits", "host-does-not-wait"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "shard1"])
-def test_zero_and_missing_gradients_bit_for_bit(workers, layout: str, wait: bool) -> None:
-    """Without waiting, as on CUDA, every write is masked by the flags on the device."""
-    assert workers(2).run(step_zeroed, layout, wait) == [[], []]
-
-
-def zero_on_some_ranks() -> bool:
+@on_ranks(2)
+def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere() -> None:
     """FSDP2: the non-zero gradients lie in one rank's shard only; both ranks must take the step."""
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
     optimizer = mm.Muon([weight], lr=0.1)
@@ -74,11 +74,7 @@ def zero_on_some_ranks() -> bool:
     gradient[6:] = torch.randn(2, 6)
     weight.grad = distribute_tensor(gradient, mesh(), [Shard(0)])
     optimizer.step()
-    return bool((problem.whole(weight) != 1).all())
-
-
-def test_a_gradient_that_is_zero_on_one_rank_only_counts_everywhere(workers) -> None:
-    assert workers(2).run(zero_on_some_ranks) == [True, True]
+    assert (problem.whole(weight) != 1).all()
 
 
 HOSTS = {"waits": True, "does-not-wait": False}
@@ -95,7 +91,10 @@ class SumOfGradients(mm.ElementwiseRule):
         return state["sum"].add_(gradient) / count
 
 
-def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("algorithm", ["muon", "adamw", "test-sum-of-gradients"])
+@on_ranks(2)
+def test_a_missing_shard_counts_as_zero(algorithm: str, host: str) -> None:
     """Step a matrix in two shards, one of which has no gradient in some steps; compare it with one process."""
     value = torch.randn(8, 6)
     weight = nn.Parameter(distribute_tensor(value, mesh(), [Shard(0)], src_data_rank=None))
@@ -113,15 +112,8 @@ def missing_on_one_shard(algorithm: str, host: str) -> tuple[list[str], list[str
         weight.grad = None if step == 2 or (missing and dist.get_rank()) else problem.placed_like(weight, gradient)
         metrics, expected = ((optimizer.step(), optimizer.metrics())[1] for optimizer in (sharded, single))
     results = [gathered.whole({"": p, **o.state[p]}) for o, p in ((sharded, weight), (single, twin))]
-    return problem.differing(*results), [
-        name for name in expected if float(metrics[name]) != pytest.approx(expected[name])
-    ]
-
-
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("algorithm", ["muon", "adamw", "test-sum-of-gradients"])
-def test_a_missing_shard_counts_as_zero(workers, algorithm: str, host: str) -> None:
-    assert workers(2).run(missing_on_one_shard, algorithm, host) == [([], [])] * 2
+    assert problem.differing(*results) == []
+    assert [name for name in expected if float(metrics[name]) != pytest.approx(expected[name])] == []
 
 
 def whole_gradient(shape: tuple[int, ...]) -> bool:
@@ -289,7 +281,8 @@ def test_a_process_group_without_this_rank_is_refused(workers) -> None:
     assert "needed" in outsider
 
 
-def lost_group() -> list[str]:
+@on_ranks(2)
+def test_a_process_group_must_be_given_again_after_unpickling() -> None:
     model, _ = problem.hold("ddp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=dist.group.WORLD, **problem.SETTINGS)
     twin, other = pickle.loads(pickle.dumps((model, optimizer)))
@@ -303,17 +296,14 @@ def lost_group() -> list[str]:
             m.get_parameter(name).grad = gradient.clone()
         o.step()
     expected, *rest = (problem.result(*pair) for pair in pairs)
-    return [name for result in rest for name in problem.differing(result, expected)]
-
-
-def test_a_process_group_must_be_given_again_after_unpickling(workers) -> None:
-    assert workers(2).run(lost_group) == [[], []]
+    assert [name for result in rest for name in problem.differing(result, expected)] == []
 
 
 # ------------------------------------------------------------------ partial gradients, swapped parameters
 
 
-def swapped() -> list[str]:
+@on_ranks(2)
+def test_parameters_swapped_after_construction() -> None:
     """Accelerate's FSDP2 builds the optimizer first and then swaps only param_group["params"]."""
     model, _ = problem.hold("local", problem.initial())
     optimizer = mm.Muon(problem.groups(model), **problem.SETTINGS)
@@ -328,11 +318,7 @@ def swapped() -> list[str]:
             for name, gradient in problem.gradients(step).items():
                 m.get_parameter(name).grad = problem.placed_like(m.get_parameter(name), gradient)
             o.step()
-    return problem.differing(problem.result(model, optimizer), problem.result(twin, other))
-
-
-def test_parameters_swapped_after_construction(workers) -> None:
-    assert workers(2).run(swapped) == [[], []]
+    assert problem.differing(problem.result(model, optimizer), problem.result(twin, other)) == []
 
 
 def explained_on_one_rank() -> str | None:
@@ -382,8 +368,10 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def train_wrapped(wrapper: str) -> list[str]:
-    """Train a Llama, and the same alone with the gradients that the ranks have made; return what differs."""
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_a_wrapped_llama_is_that_of_one_process(wrapper: str) -> None:
+    """Train a Llama, and the same alone with the gradients that the ranks have made."""
     model, twin = models.build("llama"), models.build("llama")
     wrapped = WRAPPERS[wrapper](model)
     optimizer = mm.from_model(wrapped, lr=0.02, process_group="world" if wrapper == "ddp" else None)
@@ -401,12 +389,7 @@ def train_wrapped(wrapper: str) -> list[str]:
         alone.step()
         optimizer.zero_grad()
     assert ("Shard(1)" in str(optimizer.explain())) == (wrapper == "fsdp2 on dim 1")
-    return problem.differing(problem.result(model, optimizer), problem.result(twin, alone))
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_llama_is_that_of_one_process(workers, wrapper: str) -> None:
-    assert workers(2).run(train_wrapped, wrapper) == [[], []]
+    assert problem.differing(problem.result(model, optimizer), problem.result(twin, alone)) == []
 
 
 def two_groups() -> tuple[list[str], int]:
@@ -442,7 +425,8 @@ def buffer_addresses() -> dict[str, int]:
     return {role: buffer.data_ptr() for role, buffer in roles.items()}
 
 
-def pipeline() -> tuple[list[str], bool]:
+@on_ranks(2)
+def test_one_bucket_travels_while_another_computes_and_buffers_are_reused() -> None:
     """What happens in which order, and whether the buffers of one step serve the next."""
     model, group = problem.hold("fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, memory_budget_mb=0.08, **problem.SETTINGS)
@@ -477,19 +461,14 @@ def pipeline() -> tuple[list[str], bool]:
 
         setattr(owners, method, logged)
     optimizer.step()
-    return events, buffers == buffer_addresses()
-
-
-def test_one_bucket_travels_while_another_computes_and_buffers_are_reused(workers) -> None:
-    for events, reused in workers(2).run(pipeline):
-        last = max(int(event.split()[1]) for event in events)
-        assert last >= 2
-        for number in range(last):
-            assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
-            assert events.index(f"scatter {number}") < events.index(f"compute {number + 1}")
-            assert events.index(f"computed {number + 1}") < events.index(f"receive {number}")
-        assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
-        assert reused
+    last = max(int(event.split()[1]) for event in events)
+    assert last >= 2
+    for number in range(last):
+        assert events.index(f"gather {number + 1}") < events.index(f"compute {number}")
+        assert events.index(f"scatter {number}") < events.index(f"compute {number + 1}")
+        assert events.index(f"computed {number + 1}") < events.index(f"receive {number}")
+    assert events[:3] == ["gather 0", "adamw 0", "gather 1"]
+    assert buffers == buffer_addresses()
 
 
 # ------------------------------------------------------------------ what torch puts around a model or an optimizer

@@ -30,6 +30,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.layout import FlatShards
 from muonmesh.step.runtime import Driver
 from tests.support import meshes, problem
+from tests.support.on_ranks import on_ranks
 from tests.support.tensors import same_bits
 from tests.support.workers import RankFailure
 
@@ -301,8 +302,11 @@ def test_what_one_rank_does_wrong_is_an_error_on_all_and_changes_nothing(workers
         assert repeated == f"rank 1: {message}"
 
 
-def mended(cause: str, waits: bool) -> tuple[list[int], bool]:
-    """Make an error on rank 1 only, mend it, and go on; return what is counted, and whether the bits are as without."""
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("cause", ["setting", "gradient"])
+@on_ranks(2, timeout=SOON)
+def test_a_step_that_raised_is_counted_on_no_rank(cause: str, waits: bool) -> None:
+    """Make an error on rank 1 only, mend it, and go on: the counts and the bits are as without."""
     results = []
     for wrong in (False, True):
         model, optimizer = two_and_optimizer(stochastic_rounding=3)
@@ -325,16 +329,12 @@ def mended(cause: str, waits: bool) -> tuple[list[int], bool]:
             optimizer.step()
         optimizer._runtime.hear()
         results.append((copies_of(model)[:1], [group["steps_taken"] for group in optimizer.param_groups]))
-    return results[1][1], same_bits(results[0][0], results[1][0])
+    assert results[1][1] == [4, 4]
+    assert same_bits(results[0][0], results[1][0])
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-@pytest.mark.parametrize("cause", ["setting", "gradient"])
-def test_a_step_that_raised_is_counted_on_no_rank(workers, cause: str, waits: bool) -> None:
-    assert workers(2).run(mended, cause, waits, timeout=SOON) == [([4, 4], True)] * 2
-
-
-def equal_in_other_words() -> bool:
+@on_ranks(2, timeout=SOON)
+def test_the_same_settings_in_other_words_are_the_same() -> None:
     """A tensor and a number, a list and a tuple, another name of a group: the same settings."""
     model, optimizer = two_and_optimizer()
     for group in optimizer.param_groups:
@@ -345,14 +345,12 @@ def equal_in_other_words() -> bool:
     for step in range(2):
         give_drawn(model, step)
         optimizer.step()
-    return True
 
 
-def test_the_same_settings_in_other_words_are_the_same(workers) -> None:
-    assert workers(2).run(equal_in_other_words, timeout=SOON) == [True, True]
-
-
-def different_clip(key: str, waits: bool) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@pytest.mark.parametrize("key", ["max_norm", "policy", "skip_above"])
+@on_ranks(2, timeout=SOON)
+def test_clipping_that_differs_on_one_rank_scales_nothing(key: str, waits: bool) -> None:
     model, optimizer = two_and_optimizer()
     optimizer._runtime.driver = Driver(waits)
     arguments: dict[str, Any] = {"max_norm": 1.0, "policy": "all", "skip_above": 50.0}
@@ -366,12 +364,6 @@ def different_clip(key: str, waits: bool) -> None:
     else:
         assert bool(optimizer.clip_grad_norm_(**arguments).skipped)
     assert same_bits(before, [p.grad for p in model.parameters()])
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-@pytest.mark.parametrize("key", ["max_norm", "policy", "skip_above"])
-def test_clipping_that_differs_on_one_rank_scales_nothing(workers, key: str, waits: bool) -> None:
-    workers(2).run(different_clip, key, waits, timeout=SOON)
 
 
 # ------------------------------------------------------------------ plans that change on one rank
@@ -443,7 +435,10 @@ def test_a_group_that_breaks_on_one_rank_is_an_error_on_all(workers, call: str, 
     assert other.startswith("PlanError: rank 1"), other
 
 
-def changed_and_mended(others: str, call: str) -> list[str]:
+@pytest.mark.parametrize("call", ["step", "metrics"])
+@pytest.mark.parametrize("others", ["as they were", "broken"])
+@on_ranks(2, timeout=SOON)
+def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(others: str, call: str) -> None:
     """Change the plan on rank 1 only, and nothing or something else on the others; undo it when all have been told."""
     model, optimizer = two_and_optimizer()
     optimizer._runtime.driver = Driver(False)
@@ -464,18 +459,13 @@ def changed_and_mended(others: str, call: str) -> list[str]:
         meeting_of_all = torch.tensor([step])  # what a backward pass sends; it must meet that of the same step
         dist.all_reduce(meeting_of_all, op=dist.ReduceOp.MIN)
         assert meeting_of_all.item() == step
-    return messages
+    assert [message == "stepped" for message in messages] == [True, True, False, True, True, True], messages
+    assert ("lr" if others == "broken" else "changed their param groups") in messages[2], messages
 
 
-@pytest.mark.parametrize("call", ["step", "metrics"])
-@pytest.mark.parametrize("others", ["as they were", "broken"])
-def test_ranks_stay_in_step_when_the_plan_changed_on_one_of_them(workers, others: str, call: str) -> None:
-    for messages in workers(2).run(changed_and_mended, others, call, timeout=SOON):
-        assert [message == "stepped" for message in messages] == [True, True, False, True, True, True], messages
-        assert ("lr" if others == "broken" else "changed their param groups") in messages[2], messages
-
-
-def changed_everywhere(waits: bool) -> list[str]:
+@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
+@on_ranks(2, timeout=SOON)
+def test_a_plan_that_changes_everywhere_goes_on(waits: bool) -> None:
     """All ranks add a group between two steps: the same bits as one process."""
     results = []
     for group in ("world", "local"):
@@ -490,12 +480,7 @@ def changed_everywhere(waits: bool) -> list[str]:
             optimizer.clip_grad_norm_(1.0, policy="separate")
             optimizer.step()
         results.append(problem.result(model, optimizer))
-    return problem.differing(*results)
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["host-waits", "host-does-not-wait"])
-def test_a_plan_that_changes_everywhere_goes_on(workers, waits: bool) -> None:
-    assert workers(2).run(changed_everywhere, waits, timeout=SOON) == [[], []]
+    assert problem.differing(*results) == []
 
 
 # ------------------------------------------------------------------ ranks that do not come
@@ -587,7 +572,9 @@ def test_a_rank_that_steps_alone_says_in_what_and_who_is_missing(workers, method
 # ------------------------------------------------------------------ replicas that differ
 
 
-def replicas_differ(difference: str) -> None:
+@pytest.mark.parametrize("difference", ["momentum_buffer", "exp_avg", "loaded on one"])
+@on_ranks(2, timeout=SOON)
+def test_replicas_that_differ_are_an_error_on_all(difference: str) -> None:
     model, optimizer = two_and_optimizer()
     give_drawn(model, 0)
     optimizer.step()
@@ -606,11 +593,6 @@ def replicas_differ(difference: str) -> None:
     with pytest.raises(mm.PlanError, match=named.get(difference, f"matrix: found {difference}")):
         optimizer.step()
     assert same_bits(before, copies_of(model))
-
-
-@pytest.mark.parametrize("difference", ["momentum_buffer", "exp_avg", "loaded on one"])
-def test_replicas_that_differ_are_an_error_on_all(workers, difference: str) -> None:
-    workers(2).run(replicas_differ, difference, timeout=SOON)
 
 
 def gradients_of_own_batches(how: str) -> bool:
@@ -809,7 +791,8 @@ def test_an_optimizer_made_after_its_parameters_were_replaced_trains(workers, by
     assert workers(2).run(train_replaced, by, "after", True, timeout=SOON) == [None, None]
 
 
-def unused_while_unsharded() -> None:
+@on_ranks(2, timeout=SOON)
+def test_a_parameter_that_is_whole_in_its_module_and_unused_is_not_taken_for_another() -> None:
     """After a backward that does not reshard a module holds whole parameters; one without a gradient is no other."""
     model = Layers()
     for layer in (model.down, model):
@@ -822,10 +805,6 @@ def unused_while_unsharded() -> None:
         assert step == 2 or model.down.weight is not optimizer.param_groups[0]["params"][1]
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_a_parameter_that_is_whole_in_its_module_and_unused_is_not_taken_for_another(workers) -> None:
-    workers(2).run(unused_while_unsharded, timeout=SOON)
 
 
 # ------------------------------------------------------------------ memory that one rank lacks
@@ -844,8 +823,10 @@ class Lacks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def lacking(operation: str, steps: int) -> bool:
-    """Let memory run out on rank 1, in a step after so many others; return whether anything was written."""
+@pytest.mark.parametrize(("operation", "steps"), [("dot", 0), ("clone", 0), ("clone", 1)])
+@on_ranks(2)
+def test_memory_that_one_rank_lacks_before_anything_is_written_is_an_error_on_all(operation: str, steps: int) -> None:
+    """In the comparison of replicas at a first step, and where gradients are read. The next step goes on."""
     model, optimizer = two_and_optimizer()
     for step in range(steps):
         give_drawn(model, step)
@@ -860,17 +841,8 @@ def lacking(operation: str, steps: int) -> bool:
         optimizer.step()
     assert isinstance(error.value, MemoryError if dist.get_rank() == 1 else mm.PlanError)
     assert time.monotonic() - began < SOON
-    written = not same_bits(before, copies_of(model))
+    assert same_bits(before, copies_of(model))
     optimizer.step()
-    return written
-
-
-@pytest.mark.parametrize(("operation", "steps"), [("dot", 0), ("clone", 0), ("clone", 1)])
-def test_memory_that_one_rank_lacks_before_anything_is_written_is_an_error_on_all(
-    workers, operation: str, steps: int
-) -> None:
-    """In the comparison of replicas at a first step, and where gradients are read. The next step goes on."""
-    assert workers(2).run(lacking, operation, steps) == [False, False]
 
 
 def local_values(model: nn.Module) -> list[Tensor]:

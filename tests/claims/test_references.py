@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import muonmesh as mm
 from muonmesh.settings import SETTINGS
 from tests.support import layouts, problem
+from tests.support.on_ranks import on_ranks
 from tests.support.tensors import random
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +163,8 @@ def test_no_policy_crushes_a_matrix_below_a_floor(policy: Any) -> None:
 # ------------------------------------------------------------------ Transformer Engine: norms of zero
 
 
-def nothing_to_divide_by() -> list[bool]:
+@on_ranks(4)
+def test_no_rank_divides_by_a_norm_of_zero() -> None:
     """Zero gradients from the first step on, of a whole matrix and of one in a stack; then one that is not zero."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     right = []
@@ -181,17 +183,14 @@ def nothing_to_divide_by() -> list[bool]:
         optimizer.step()
         moved = problem.whole(weight)
         right.append(bool(moved.isfinite().all()) and not torch.equal(moved, start))
-    return right
-
-
-def test_no_rank_divides_by_a_norm_of_zero(workers) -> None:
-    assert workers(4).run(nothing_to_divide_by) == [[True] * 8] * 4
+    assert right == [True] * 8
 
 
 # ------------------------------------------------------------------ Transformer Engine: teardown
 
 
-def collected_after_its_group() -> tuple[list[str], bool]:
+@on_ranks(2)
+def test_an_optimizer_is_collected_silently_after_its_group() -> None:
     """What Python could not raise while it collected the optimizer, and whether it did collect it."""
     unraised: list[str] = []
     hook = sys.unraisablehook
@@ -208,11 +207,8 @@ def collected_after_its_group() -> tuple[list[str], bool]:
         gc.collect()
     finally:
         sys.unraisablehook = hook
-    return unraised, weak_reference() is None
-
-
-def test_an_optimizer_is_collected_silently_after_its_group(workers) -> None:
-    assert workers(2).run(collected_after_its_group) == [([], True)] * 2
+    assert unraised == []
+    assert weak_reference() is None
 
 
 AT_EXIT = """
@@ -257,7 +253,8 @@ def test_a_program_ends_well_after_destroy_process_group(tmp_path: Path) -> None
 # ------------------------------------------------------------------ DeepSpeed: flat partitions
 
 
-def only_adamw() -> bool:
+@on_ranks(2)
+def test_a_model_without_matrices_needs_no_layout_and_no_group() -> None:
     """Elementwise, so a partition of unequal size that nobody has declared is stepped as it is."""
     size = 7 + 4 * dist.get_rank()
     partition = nn.Parameter(random(size, seed=0))
@@ -270,11 +267,7 @@ def only_adamw() -> bool:
         twin.grad = partition.grad.clone()
         optimizer.step()
         other.step()
-    return torch.equal(partition, twin)
-
-
-def test_a_model_without_matrices_needs_no_layout_and_no_group(workers) -> None:
-    assert workers(2).run(only_adamw) == [True] * 2
+    assert torch.equal(partition, twin)
 
 
 def saved_and_loaded(folder: str) -> list[str]:
