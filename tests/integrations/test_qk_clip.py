@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
+import re
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -288,6 +291,44 @@ def test_frozen_queries_in_a_module_that_is_trained_are_refused() -> None:
     attention.get_submodule("k_proj").requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: found a frozen parameter"):
         mm.QKClip(model, optimizer=mm.from_model(model))
+
+
+def falcon() -> Any:
+    sizes = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+    torch.manual_seed(0)
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, new_decoder_architecture=True)).train()
+
+
+def test_attention_outside_the_interface_of_transformers_is_refused() -> None:
+    """Nothing was recorded, so that nothing was ever clipped, without a word."""
+    model = falcon()
+    with pytest.raises(ValueError, match=r"FalconAttention: found a forward that does not use the attention interface"):
+        mm.QKClip(model, example=EXAMPLE)
+    optimizer = mm.from_model(model, example=EXAMPLE)
+    clips: list[mm.QKClip] = []
+    for layer in model.transformer.h:
+
+        def forward(*args: Any, attention: Any = layer.self_attention, of_class: Any, **kwargs: Any) -> Any:
+            with clips[0].watching(attention):
+                return of_class(*args, **kwargs)
+
+        layer.self_attention.forward = functools.partial(forward, of_class=layer.self_attention.forward)
+    clips.append(mm.QKClip(model, optimizer=optimizer))
+    loss_of_tokens(model)
+    clips[0].step()
+    assert all(largest.isfinite().all() for largest in clips[0].largest.values())
+
+
+def test_modules_that_never_record_are_named() -> None:
+    """Their logits were not clipped, without a word."""
+    model = nn.Sequential(Attention())
+    clip = mm.QKClip(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(250):
+            clip.step()
+    (said,) = [str(warning.message) for warning in caught]
+    assert re.search(r"QKClip: 0 recorded no logits in 100 steps, so they are not clipped\. If .*clip\.observe", said)
 
 
 def splits_of(model: nn.Module) -> list[dict[str, Any]]:

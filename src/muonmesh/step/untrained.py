@@ -62,7 +62,7 @@ class IdleParameters:
             text = "All parameters of this optimizer are frozen. Make the optimizer after the model has its adapters: "
             text += "muonmesh.from_model(get_peft_model(model, config)), or for a Trainer optimizer_cls_and_kwargs="
             text += '(muonmesh.integrations.transformers.MuonFactory, {"args": args})'
-            return LayoutError(about(_listed([*missing]), text))
+            return LayoutError(about(listed([*missing]), text))
         fresh = missing.keys() - self._looked_at
         model = None if self.model is None or not fresh else self.model()
         if model is None:
@@ -74,7 +74,7 @@ class IdleParameters:
             text = "The optimizer's parameter has no gradient, and in its place the model holds a tensor that is no "
             text += "parameter, as DistributedDataParallel leaves it over tensor parallelism. Wrap the model with "
             text += "DistributedDataParallel(model, device_mesh=mesh[...]) before you make the optimizer"
-            return LayoutError(about(_listed(replaced), text))
+            return LayoutError(about(listed(replaced), text))
         others = {name: other for name, other in others.items() if other is not missing[name]}
         self._looked_at -= others.keys()
         names = [name for name, other in others.items() if other.grad is not None]
@@ -83,7 +83,7 @@ class IdleParameters:
         text = "The optimizer's parameter has no gradient, and the model now holds another parameter of this name, "
         text += "which has one. Make the optimizer after fully_shard, parallelize_module, to_empty or "
         text += "load_state_dict(..., assign=True), which replace parameters"
-        return LayoutError(about(_listed(names), text))
+        return LayoutError(about(listed(names), text))
 
     def count(self, missing: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], *, any_gradient: bool) -> None:
         """Note what is missing in a step, and warn of parameters without a gradient for `PATIENCE` steps.
@@ -98,7 +98,7 @@ class IdleParameters:
         if idle:
             self._warned.update(idle)
             others = "others had one" if any_gradient else "nothing else had one either"
-            text = f"{_listed(idle)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
+            text = f"{listed(idle)} had no gradient in the last {PATIENCE} steps, in which {others}, and did not learn"
             text += ". Find out who froze or skipped this, or leave it out of the groups"
             if not any_gradient:
                 text += "; make the optimizer after what replaces parameters (FSDP1, deepcopy, PEFT)"
@@ -126,7 +126,7 @@ class IdleParameters:
         ):
             if names:
                 text = (
-                    f"{_listed(names)} {'was' if len(names) == 1 else 'were'} {cause}, but this optimizer trains only "
+                    f"{listed(names)} {'was' if len(names) == 1 else 'were'} {cause}, but this optimizer trains only "
                 )
                 text += 'what it was given. Write optimizer.add_param_group({"params": [...], "param_names": [...], '
                 warn(text + '"algorithm": "muon" or "adamw"})')
@@ -137,7 +137,8 @@ def _is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -192,7 +193,7 @@ def _warn_of_still(planned: StepPlan, groups: Sequence[Mapping[str, Any]], tell:
         if lost:
             kinds = [*patterns(dict.fromkeys(lost, True), [member.name for member in planned.members])]
             warn(
-                f"{_listed(kinds)}: AdamW trains these weights in 16 bits without masters, and at learning rate "
+                f"{listed(kinds)}: AdamW trains these weights in 16 bits without masters, and at learning rate "
                 f"{max(rates):g} rounding leaves all of their entries unchanged in each step. Write "
                 "Muon(..., master_dtype=torch.float32), or for bf16 stochastic_rounding=0, or hold the weights in fp32"
             )

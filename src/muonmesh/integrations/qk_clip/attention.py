@@ -134,7 +134,8 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
         watcher: The `QKClip`. Only a weak reference is kept.
 
     Raises:
-        ValueError: another `QKClip` that still exists watches these modules.
+        ValueError: another `QKClip` that still exists watches these modules; or a module of `transformers` attends
+            without the attention interface.
     """
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -144,6 +145,7 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
             problem, needed = "a QKClip that already clips this model", "one for a model, since each scales weights"
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
             raise ValueError(explain_error(type(model).__name__, problem, needed, write))
+        _refuse_hidden_attention(module)
     used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
     for name in used | {*KNOWN}:
         function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
@@ -153,6 +155,21 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
         _watch_eager(module)
         _watchers[module] = ref(watcher)
         setattr(module, _MARK, True)
+
+
+def _refuse_hidden_attention(module: nn.Module) -> None:
+    """Raise ValueError if the forward of a class of `transformers` attends where nothing watches it, as Falcon's does.
+
+    A forward of your own may tell a `QKClip` what it computes.
+    """
+    forward: Any = inspect.unwrap(module.forward)
+    inside = str(forward.__module__).partition(".")[0] == "transformers"
+    if inside and "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
+        problem = "a forward that does not use the attention interface of transformers"
+        needed = "attention that QKClip can watch"
+        write = "Give the module a forward of your own before, which runs this one in `with clip.watching(module):` or "
+        write += "calls clip.observe(module, query, key, scale=...); or leave QKClip out"
+        raise ValueError(explain_error(type(module).__name__, problem, needed, write))
 
 
 def _watch_eager(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Shard
 from muonmesh.checkpoint.record import boxes_of, fill, recorded_in
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
-from muonmesh.errors import calling, escaped, explain_error
+from muonmesh.errors import calling, escaped, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.parameter_sites import class_names
 from muonmesh.integrations.qk_clip.attention import KernelBounds, largest_logits, watch
@@ -26,6 +26,7 @@ from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.members import OptimizedParameter, names_in
+from muonmesh.step.untrained import PATIENCE, listed
 from muonmesh.table import aligned
 
 _SHARDED = "Make the QKClip before the model is sharded. To make it after, leave example= out and pass optimizer=, "
@@ -101,6 +102,7 @@ class QKClip:
             _refuse_unstepped(attention_modules, muons)
         self._without = without_softmax(model)
         self._sources: dict[int, str] = {}
+        self._steps = 0
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
         self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -216,6 +218,14 @@ class QKClip:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self._last = largest
+        self._steps += 1
+        missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
+        if self._steps == PATIENCE and missing:
+            text = (
+                f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If their "
+            )
+            text += "forward runs, let it call clip.observe(self, query, key, scale=...), or run its kernel in "
+            warn(text + "`with clip.watching(self):`. print(clip.explain()) lists all of them")
 
     @torch.no_grad()
     def _clip(self, optimizer: Muon | None) -> None:
