@@ -356,6 +356,7 @@ class Muon(torch.optim.Optimizer):
         if runtime.pending or runtime.interrupted is not None:
             runtime.hear()
         runtime.last.counted = []
+        runtime.last.scale = None if scale is None else scale.clone()  # ``scaler.update()`` writes it
         settings = runtime.last.settings = read_groups(groups, runtime.replaced, runtime.last.settings)
         collected = steady(self, runtime, settings, scale)
         if collected is None and (before := outdated(groups, runtime, settings)) is not None:

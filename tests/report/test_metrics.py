@@ -75,6 +75,26 @@ def test_a_matrix_that_is_left_alone_has_no_update(rule: str, waits: bool) -> No
     assert updates(optimizer)["muon/update_rms"] == pytest.approx(measured, rel=1e-3)
 
 
+def test_gradients_that_a_scaler_has_scaled_are_told_without_the_scale() -> None:
+    """They were 1024 times too large, and jumped whenever the scaler changed its scale."""
+    model, optimizer = model_and_optimizer("muon", waits=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(4, 16)).square().sum()).backward()
+    gradients = [model[0].weight.grad, model[1].weight.grad]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2048.0
+    measured = rms_of([gradient / 1024 for gradient in gradients])
+    assert optimizer.metrics()["muon/gradient_rms"] == pytest.approx(measured, rel=1e-6)
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(4, 16)).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    measured = rms_of([model[0].weight.grad, model[1].weight.grad])
+    assert optimizer.metrics()["muon/gradient_rms"] == pytest.approx(measured, rel=1e-6)
+
+
 def experts_of_which_one_has_no_tokens() -> list[dict[str, float]]:
     """Return the figures of a stack of two experts on two ranks, and in one process."""
     random = torch.Generator().manual_seed(0)

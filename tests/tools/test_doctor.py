@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -214,6 +215,17 @@ def test_numbers_that_no_step_leaves_behind_are_damage_in_the_state_and_a_note_e
         write(path, {**STATE, name: torch.full((6, 5), float("nan"))}, GROUPS)
         assert doctor(path)[0] == code
         assert f"{name}: found infinity or NaN" in doctor(path)[1]
+
+
+def test_a_module_that_is_named_state_has_weights(tmp_path: Path) -> None:
+    """They were told as state, and NaN in them as damage."""
+    path = tmp_path / "saved"
+    write(path, {**STATE, "model.cell.state.weight": torch.full((6, 5), float("nan"))}, GROUPS)
+    code, text = doctor(path)
+    assert code == 0, text
+    assert "note: model.cell.state.weight: found infinity or NaN" in text
+    assert "state: weight" not in text
+    assert re.search(rf"^model +{1 + sum(name.startswith('model.') for name in STATE)} ", text, re.MULTILINE), text
 
 
 def test_a_folder_may_be_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

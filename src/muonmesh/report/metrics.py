@@ -130,6 +130,8 @@ def _add(
             divisors[number, 1] *= present
         squares = sums_of_squares(parts) / divisors[:, 0]
         totals.view(-1, 2).index_add_(0, index, torch.stack([squares, divisors[:, 1]], dim=1))
+    if runtime.last.scale is not None:
+        totals[:, 0, 0] /= runtime.last.scale.to(totals).square()
     for number, position in enumerate(places):
         if sums is not None and number in sums:
             filled.add((position, "update"))

@@ -112,6 +112,7 @@ class LastStep:
         absent: The tensors without a gradient on this rank, each with `ParameterStep.present`.
         stopped: Whether it changed nothing; a 0-d bool tensor if the CPU did not wait for the flags.
         squares: The squares of its updates by group, to be added up; None unless `Muon.metrics` has requested them.
+        scale: The loss scale by which its gradients were still multiplied, 0-d; None: by none.
         blocks: The blocks by which momentum in int8 was last written; None: none was written.
         brought_back: The event after which the CPU may read state that was copied back; None: it may read it now.
     """
@@ -121,6 +122,7 @@ class LastStep:
     absent: Mapping[Tensor, bool | Tensor] = field(default_factory=dict)
     stopped: bool | Tensor = False
     squares: dict[int, list[Tensor]] | None = None
+    scale: Tensor | None = None
     blocks: Blocks | None = None
     brought_back: torch.cuda.Event | None = None
 

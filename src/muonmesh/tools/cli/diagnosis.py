@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from muonmesh.checkpoint.folder import folder_at
 from muonmesh.checkpoint.load_plan import check_saved_settings
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
+from muonmesh.checkpoint.record import STATE
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
 from muonmesh.files import kind_of, read_json, reason
@@ -165,7 +166,7 @@ def _folder(path: Path) -> Diagnosis:
             result.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         wrong = {} if result.faults else _wrong_numbers(folder, manifest.tensors.values())
         for name, fault in wrong.items():
-            (result.faults if ".state." in name else result.notes).append(f"{name}: found {fault}")
+            (result.faults if name.startswith(f"{STATE}.") else result.notes).append(f"{name}: found {fault}")
     return result
 
 

@@ -95,10 +95,12 @@ def _settings(settings: dict[str, Any]) -> list[str]:
 
 def _role(name: str) -> str:
     """Return the role of a tensor, by its name: weights, or a kind of optimizer state."""
+    if name.startswith("model."):  # a module of the model may be named "state"
+        return "model"
     before, state, after = name.partition("state.")
     if state and (not before or before.endswith(".")):
         return f"state: {after.rsplit('.', 1)[-1]}"
-    return name.partition(".")[0] if name.startswith(("model.", "optimizer.")) else "weights"
+    return "optimizer" if name.startswith("optimizer.") else "weights"
 
 
 def _table(diagnosis: Diagnosis) -> list[str]:
