@@ -33,6 +33,7 @@ COVERS = (
     "integrations.deepspeed.config.read_config",
     "integrations.deepspeed.initialize.initialize",
     "integrations.deepspeed.mending.mend",
+    "integrations.deepspeed.mending.report_fp32_writes",
     "integrations.deepspeed.optimizer.EngineOptimizer",
     "integrations.deepspeed.records.read_flats",
 )
@@ -197,6 +198,11 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for name in WRITTEN
         for how in ("load_state_dict", "clamp")
     },
+    # A write of fp32 weights had kept all others of the same flat tensor from following the module.
+    **{
+        f"{name}, written beside fp32 weights": (EXACT[name], {"between": ds.written_beside})
+        for name in ("1 bf16, sums in fp32", "2 round robin", "2 offload, bf16", "3", "3 sub-groups", "3 bf16")
+    },
     **{f"{n} state away and back": (zero(n), {"between": ds.away_and_back}) for n in (1, 2, 3)},
 }
 
@@ -209,6 +215,30 @@ def test_what_is_asked_of_an_engine_is_what_one_process_does(
         request.getfixturevalue("products")
     config, arguments = ASKED[name]
     assert pools[2].run(ds.exactness, config, **arguments) == [[], []]
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["state", "no state"])
+@pytest.mark.parametrize("name", ["0 bf16", "1", "1 bf16, sums in fp32", "2 offload, bf16", "3 bf16"])
+def test_weights_that_are_written_after_a_load_count(
+    pools: dict[int, Pool], tmp_path: Path, name: str, states: bool
+) -> None:
+    """The fp32 weights that were loaded had looked as if they had been written after the module's."""
+    assert pools[2].run(ds.written_later, EXACT[name], str(tmp_path), load_optimizer_states=states) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["1", "2 bf16"])
+def test_weights_that_are_written_after_the_state_was_away_count(pools: dict[int, Pool], name: str) -> None:
+    """The fp32 weights, which were known by their address, had come back elsewhere."""
+    assert pools[2].run(ds.written_later, EXACT[name], None) == [[], []]
+
+
+@pytest.mark.parametrize("directly", [False, True], ids=["by its function", "in its tensors"])
+@pytest.mark.parametrize("name", ["1 bf16, sums in fp32", "2", "3 sub-groups"])
+def test_fp32_weights_that_are_written_before_a_save_count(
+    pools: dict[int, Pool], tmp_path: Path, name: str, directly: bool
+) -> None:
+    """A save had forgotten that they were newer than the module's, and the next step rounded these into them."""
+    assert pools[2].run(ds.fp32_written_and_saved, EXACT[name], str(tmp_path), directly=directly) == [[], []]
 
 
 BY_HAND = {"managed_gradient_accumulation": False}

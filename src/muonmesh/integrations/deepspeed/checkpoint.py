@@ -58,7 +58,7 @@ def masters_of(zero: Any) -> Iterator[tuple[Tensor, Tensor]]:
         pairs = [(master, part[rank]) for master, part, rank in zip(masters, parts, ranks, strict=True)]
     for master, weight in pairs:
         if weight is not None and weight.numel() == master.numel():
-            yield master.detach(), weight.detach()
+            yield master, weight.detach()
 
 
 def publish(zero: Any) -> None:
@@ -72,7 +72,7 @@ def publish(zero: Any) -> None:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
     elif hasattr(zero, "fp32_groups"):
         for master, weight in masters_of(zero):
-            weight.copy_(master)
+            weight.copy_(master.detach())
 
 
 def checked_load(engine: Any) -> Callable[..., Any]:
@@ -99,6 +99,8 @@ def checked_load(engine: Any) -> Callable[..., Any]:
         loaded = load(*arguments, **named)
         if not bound.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()  # or at stage 0 the next step would return to the old masters
+        if loaded[0] is not None:
+            engine.basic_optimizer.weights_loaded(masters=_loads_state(**bound.arguments))
         return loaded
 
     return load_checkpoint
@@ -164,6 +166,11 @@ def checked_save(engine: Any) -> Callable[..., Any]:
     return save_checkpoint
 
 
+def _loads_state(load_optimizer_states: bool, load_module_only: bool, **_: Any) -> bool:
+    """Return whether arguments of ``load_checkpoint`` load the optimizer's state and the fp32 weights."""
+    return load_optimizer_states and not load_module_only
+
+
 def _check_folder(
     engine: Any, load_dir: Any, tag: Any, load_optimizer_states: bool, load_module_only: bool, **_: Any
 ) -> str | None:
@@ -179,7 +186,7 @@ def _check_folder(
         needed = f"a tag of {tags}" if tags else "the folder that save_checkpoint was given"
         write = "Write load_checkpoint(folder, tag=...) with a tag that is there"
         raise FileError(explain_error(f"{load_dir}/{tag}", "no checkpoint", needed, write))
-    whole = load_optimizer_states and not load_module_only
+    whole = _loads_state(load_optimizer_states, load_module_only)
     needed_files, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
     if engine.zero_optimization():
         ranks, bf16 = dist.get_world_size(engine.optimizer.dp_process_group), engine.bfloat16_enabled()
