@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.clip.norm_means import means_of
 from muonmesh.comm.process_groups import group_of
+from muonmesh.errors import PlanError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
@@ -729,6 +730,31 @@ def stepped_without_backward(config: dict[str, Any]) -> list[str]:
         return differences(snapshot(engine), single.snapshot)
 
 
+def stopped(config: dict[str, Any], number: int, folder: str) -> tuple[str, list[str]]:
+    """Let one rank have a wrong rate in one group at the third step; the message, and what differs after two more.
+
+    One process leaves out the parameters of this group and of those that DeepSpeed steps later.
+    """
+    with beside(config) as (engine, single):
+        for step in range(2):
+            step_both(engine, single, step)
+        engine.save_checkpoint(folder, tag="saved")
+        engine.load_checkpoint(folder, tag="saved")  # torch then makes a new list of groups
+        groups = engine.basic_optimizer.param_groups
+        rate, names = groups[number]["lr"], {name for group in groups[number:] for name in group["parameters"]}
+        groups[number]["lr"] = -1.0 if dist.get_rank() else rate
+        with pytest.raises((PlanError, ValueError)) as caught:
+            train(engine, range(2, 3))
+        groups[number]["lr"] = rate
+        for name, gradient in reduced(2, 1).items():
+            parameter = single.model.get_parameter(name)
+            parameter.grad = None if name in names or not parameter.requires_grad else gradient
+        single.optimizer.step()
+        for step in range(3, 5):
+            step_both(engine, single, step)
+        return str(caught.value), differences(snapshot(engine), single.snapshot)
+
+
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
     """Train with a gradient that overflows on one rank at one step; what differs from skipping that step."""
 
@@ -1097,6 +1123,15 @@ def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[s
         assert not computed
         train_experts(engine, range(2, 4))
         return loaded, held_experts(engine)
+
+
+def experts_in_its_format(config: dict[str, Any], kind: str, folder: str, *, loads: bool) -> None:
+    """Save experts in DeepSpeed's format, or load them."""
+    with experts_engine(config, kind, 0) as engine:
+        if loads:
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder, tag="saved")
 
 
 def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:

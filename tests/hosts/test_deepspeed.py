@@ -281,6 +281,17 @@ def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage:
     assert (wrong, skipped, scale) == ([], 1, 16.0)
 
 
+@pytest.mark.parametrize("number", [0, -1], ids=["first group", "last group"])
+@pytest.mark.parametrize("name", ["1", "2", "3", "3 sub-groups"])
+def test_a_step_that_raises_is_followed_by_right_steps(
+    pools: dict[int, Pool], tmp_path: Path, name: str, number: int
+) -> None:
+    """DeepSpeed went on with one group alone at stages 1 and 2, and stepped it again beside each other at stage 3."""
+    outcomes = pools[2].run(ds.stopped, EXACT[name], number, str(tmp_path))
+    assert [wrong for _, wrong in outcomes] == [[], []]
+    assert all("lr: found -1.0; needed a number of at least 0" in message for message, _ in outcomes)
+
+
 # ---------------------------------------------------------------- what a step does
 
 
@@ -620,6 +631,30 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
     refused("3", zero(3), "with an older tag", tag="older", load_optimizer_states=False)
     # For which DeepSpeed has an empty message, as for a folder `latest` names that is gone
     refused("1", zero(1), "/gone: found no checkpoint; needed a tag of ['latest one', 'older']", tag="gone")
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved", "loading", "error", "message"),
+    [
+        (0, (2, "2"), (4, "4"), FileError, "a checkpoint without expp_rank_[23]_mp_rank_00_optim_states.pt"),
+        (0, (4, "4"), (2, "2"), FileError, "a checkpoint with expp_rank_2_mp_rank_00_optim_states.pt"),
+        (1, (2, "2"), (2, "1"), StateError, "found parameters in other places of DeepSpeed's flat tensors"),
+    ],
+)
+def test_experts_of_another_number_of_ranks_are_refused_on_every_rank(
+    tmp_path: Path, stage: int, saved: tuple[int, str], loading: tuple[int, str], error: Any, message: str
+) -> None:
+    """At stage 0, some ranks lacked a file; at the others, DeepSpeed told to change its parameter_alignment."""
+    for (world, kind), loads in ((saved, False), (loading, True)):
+        pool = Pool(world)  # DeepSpeed keeps groups of experts, and takes the largest
+        try:
+            arguments = zero(stage), kind, str(tmp_path)
+            outcomes = pool.run_expecting_errors(ds.experts_in_its_format, *arguments, loads=loads, timeout=240.0)
+        finally:
+            pool.close()
+        assert all(outcome.error is (error if loads else None) for outcome in outcomes), outcomes
+    assert all(re.search(message, outcome.message) for outcome in outcomes)
+    assert all("muonmesh.checkpoint.save" in outcome.message for outcome in outcomes)
 
 
 def loads_from_folders_of_its_own(folder: str) -> str:

@@ -20,7 +20,7 @@ from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
-from muonmesh.integrations.deepspeed.checkpoint import expert_names, masters_of, publish
+from muonmesh.integrations.deepspeed.checkpoint import ELSEWHERE, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
 from muonmesh.layout import FlatShards, Interval
 from muonmesh.layout.matrix import as_tuples
@@ -70,6 +70,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
         self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
+        self._groups: list[dict[str, Any]] = []  # all of them, while DeepSpeed shows one
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
@@ -90,6 +91,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             engine: The engine.
         """
         self.muons, self._reasons, self._engine = tuple(muons), reasons, engine
+        self._groups = self.param_groups
         # Not all of DeepSpeed's optimizers have `overflow`. Accelerate looks for it once, after the engine is made.
         self._zero.overflow = False
         if limits is not None:
@@ -172,6 +174,16 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """
         if not self.muons:
             return  # the engine is still being made
+        try:
+            self._step()
+        except BaseException:
+            # DeepSpeed shows one group or one tensor at a time, and would go on with what it shows now.
+            self.param_groups = self._groups
+            if hasattr(self._zero, "_clear_fp32_optimizer_param_groups"):
+                self._zero._clear_fp32_optimizer_param_groups()
+            raise
+
+    def _step(self) -> None:
         watch, guessed = self.watched
         if watch is not None and watch.facts is not None:
             error = watch.compare(guessed, (), entire=True)
@@ -229,11 +241,9 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """
         self._check_groups(state_dict["param_groups"])
         if state_dict.get("places", self._places) != self._places:
-            problem, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
-            write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
-            write += "muonmesh.checkpoint.save and muonmesh.checkpoint.load"
-            raise StateError(explain_error("the state", problem, needed, write))
+            raise StateError(explain_error("the state", *ELSEWHERE))
         super().load_state_dict(state_dict)
+        self._groups = self.param_groups
         for tensor, state in self.state.items():
             if "step" in state:  # torch loads one tensor for all if one was saved, and a number as it is
                 state["step"] = step_count(state["step"]).to(tensor.device)  # for torch's fused kernels
