@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import muonmesh as mm
 from muonmesh.clip.norm_means import means_of
 from muonmesh.comm.process_groups import group_of
+from muonmesh.errors import PlanError
 from muonmesh.integrations.deepspeed import initialize
 from muonmesh.integrations.deepspeed.checkpoint import expert_names
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
@@ -416,6 +417,74 @@ def written(how: str, engine: Any, single: OneProcess, step: int) -> None:
         single.model.up.weight.data.copy_(third)
 
 
+def fill(engine: Any, *names: str) -> None:
+    """Write weights of the module that no weight of the model rounds to."""
+    for name in names:
+        parameter = engine.module.get_parameter(name)
+        parted = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=parted), torch.no_grad():
+            parameter.fill_(-9.0)
+
+
+def written_beside(engine: Any, single: OneProcess, step: int) -> None:
+    """Before the third step, write an fp32 weight, and in the module weights that lie in the same flat and others."""
+    if step == 2:
+        third = values()["up.weight"] / 3
+        safe_set_full_fp32_param(engine.module.up.weight, third)
+        single.model.up.weight.data.copy_(third)
+        fill(engine, "down.weight", "norm.bias")
+        for written_parameter in (single.model.down.weight, single.model.norm.bias):
+            written_parameter.data.fill_(-9.0)
+
+
+def written_later(config: dict[str, Any], folder: str | None, **how: Any) -> list[str]:
+    """Write into the module after a load, or after the state was away; what a step at rate 0 changes."""
+    with running(config) as engine:
+        train(engine, range(2))
+        if folder is None:
+            engine.offload_states()
+            engine.reload_states()
+        else:
+            engine.save_checkpoint(folder, tag="saved")
+            train(engine, range(2, 3))
+            engine.load_checkpoint(folder, **how)
+        stored = _write(engine, "clamp")
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        train(engine, range(3, 4))
+        return differences(computed_with(engine), stored)
+
+
+def fp32_written_and_saved(config: dict[str, Any], folder: str, *, directly: bool) -> list[str]:
+    """Write fp32 weights and save; what differs from one process after a step, and from the written ones once loaded.
+
+    Args:
+        config: The engine's config.
+        folder: Where to save.
+        directly: Whether to write into DeepSpeed's flat tensors, and not by its function.
+    """
+    with beside(config) as (engine, single):
+        for step in range(2):
+            step_both(engine, single, step)
+        if directly:
+            for flat in read_flats(engine):
+                flat.tensor.data.mul_(-1.0)
+            for parameter in single.model.parameters():
+                parameter.data.mul_(-1.0 if parameter.requires_grad else 1.0)
+        else:
+            third = values()["up.weight"] / 3
+            safe_set_full_fp32_param(engine.module.up.weight, third)
+            single.model.up.weight.data.copy_(third)
+        saved = single.weights
+        engine.save_checkpoint(folder, tag="saved")
+        step_both(engine, single, 2)
+        wrong = differences(weights(engine), single.weights)
+        engine.load_checkpoint(folder, tag="saved")
+        wrong += [f"loaded: {line}" for line in differences(weights(engine), saved)]
+        train(engine, range(2, 3))
+        return wrong + [f"after: {line}" for line in differences(weights(engine), single.weights)]
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -659,6 +728,31 @@ def stepped_without_backward(config: dict[str, Any]) -> list[str]:
         engine.step()
         single.step({name: torch.zeros(shape) for name, shape in SHAPES.items()})
         return differences(snapshot(engine), single.snapshot)
+
+
+def stopped(config: dict[str, Any], number: int, folder: str) -> tuple[str, list[str]]:
+    """Let one rank have a wrong rate in one group at the third step; the message, and what differs after two more.
+
+    One process leaves out the parameters of this group and of those that DeepSpeed steps later.
+    """
+    with beside(config) as (engine, single):
+        for step in range(2):
+            step_both(engine, single, step)
+        engine.save_checkpoint(folder, tag="saved")
+        engine.load_checkpoint(folder, tag="saved")  # torch then makes a new list of groups
+        groups = engine.basic_optimizer.param_groups
+        rate, names = groups[number]["lr"], {name for group in groups[number:] for name in group["parameters"]}
+        groups[number]["lr"] = -1.0 if dist.get_rank() else rate
+        with pytest.raises((PlanError, ValueError)) as caught:
+            train(engine, range(2, 3))
+        groups[number]["lr"] = rate
+        for name, gradient in reduced(2, 1).items():
+            parameter = single.model.get_parameter(name)
+            parameter.grad = None if name in names or not parameter.requires_grad else gradient
+        single.optimizer.step()
+        for step in range(3, 5):
+            step_both(engine, single, step)
+        return str(caught.value), differences(snapshot(engine), single.snapshot)
 
 
 def overflowing(config: dict[str, Any], spoiled: int) -> tuple[list[str], int, float]:
@@ -1029,6 +1123,15 @@ def load_experts(config: dict[str, Any], kind: str, folder: str) -> tuple[dict[s
         assert not computed
         train_experts(engine, range(2, 4))
         return loaded, held_experts(engine)
+
+
+def experts_in_its_format(config: dict[str, Any], kind: str, folder: str, *, loads: bool) -> None:
+    """Save experts in DeepSpeed's format, or load them."""
+    with experts_engine(config, kind, 0) as engine:
+        if loads:
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder, tag="saved")
 
 
 def load_without_deepspeed(folder: str, needed: dict[str, Tensor]) -> list[str]:

@@ -33,6 +33,7 @@ COVERS = (
     "integrations.deepspeed.config.read_config",
     "integrations.deepspeed.initialize.initialize",
     "integrations.deepspeed.mending.mend",
+    "integrations.deepspeed.mending.report_fp32_writes",
     "integrations.deepspeed.optimizer.EngineOptimizer",
     "integrations.deepspeed.records.read_flats",
 )
@@ -197,6 +198,11 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for name in WRITTEN
         for how in ("load_state_dict", "clamp")
     },
+    # A write of fp32 weights had kept all others of the same flat tensor from following the module.
+    **{
+        f"{name}, written beside fp32 weights": (EXACT[name], {"between": ds.written_beside})
+        for name in ("1 bf16, sums in fp32", "2 round robin", "2 offload, bf16", "3", "3 sub-groups", "3 bf16")
+    },
     **{f"{n} state away and back": (zero(n), {"between": ds.away_and_back}) for n in (1, 2, 3)},
 }
 
@@ -209,6 +215,30 @@ def test_what_is_asked_of_an_engine_is_what_one_process_does(
         request.getfixturevalue("products")
     config, arguments = ASKED[name]
     assert pools[2].run(ds.exactness, config, **arguments) == [[], []]
+
+
+@pytest.mark.parametrize("states", [True, False], ids=["state", "no state"])
+@pytest.mark.parametrize("name", ["0 bf16", "1", "1 bf16, sums in fp32", "2 offload, bf16", "3 bf16"])
+def test_weights_that_are_written_after_a_load_count(
+    pools: dict[int, Pool], tmp_path: Path, name: str, states: bool
+) -> None:
+    """The fp32 weights that were loaded had looked as if they had been written after the module's."""
+    assert pools[2].run(ds.written_later, EXACT[name], str(tmp_path), load_optimizer_states=states) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["1", "2 bf16"])
+def test_weights_that_are_written_after_the_state_was_away_count(pools: dict[int, Pool], name: str) -> None:
+    """The fp32 weights, which were known by their address, had come back elsewhere."""
+    assert pools[2].run(ds.written_later, EXACT[name], None) == [[], []]
+
+
+@pytest.mark.parametrize("directly", [False, True], ids=["by its function", "in its tensors"])
+@pytest.mark.parametrize("name", ["1 bf16, sums in fp32", "2", "3 sub-groups"])
+def test_fp32_weights_that_are_written_before_a_save_count(
+    pools: dict[int, Pool], tmp_path: Path, name: str, directly: bool
+) -> None:
+    """A save had forgotten that they were newer than the module's, and the next step rounded these into them."""
+    assert pools[2].run(ds.fp32_written_and_saved, EXACT[name], str(tmp_path), directly=directly) == [[], []]
 
 
 BY_HAND = {"managed_gradient_accumulation": False}
@@ -249,6 +279,17 @@ def test_an_overflow_skips_the_step_on_every_rank(pools: dict[int, Pool], stage:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 1}
     wrong, skipped, scale = pools[2].run(ds.overflowing, zero(stage) | {"fp16": fp16}, 1)[0]
     assert (wrong, skipped, scale) == ([], 1, 16.0)
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["first group", "last group"])
+@pytest.mark.parametrize("name", ["1", "2", "3", "3 sub-groups"])
+def test_a_step_that_raises_is_followed_by_right_steps(
+    pools: dict[int, Pool], tmp_path: Path, name: str, number: int
+) -> None:
+    """DeepSpeed went on with one group alone at stages 1 and 2, and stepped it again beside each other at stage 3."""
+    outcomes = pools[2].run(ds.stopped, EXACT[name], number, str(tmp_path))
+    assert [wrong for _, wrong in outcomes] == [[], []]
+    assert all("lr: found -1.0; needed a number of at least 0" in message for message, _ in outcomes)
 
 
 # ---------------------------------------------------------------- what a step does
@@ -590,6 +631,30 @@ def test_a_folder_of_another_kind_of_engine_is_refused_on_every_rank(pools: dict
     refused("3", zero(3), "with an older tag", tag="older", load_optimizer_states=False)
     # For which DeepSpeed has an empty message, as for a folder `latest` names that is gone
     refused("1", zero(1), "/gone: found no checkpoint; needed a tag of ['latest one', 'older']", tag="gone")
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved", "loading", "error", "message"),
+    [
+        (0, (2, "2"), (4, "4"), FileError, "a checkpoint without expp_rank_[23]_mp_rank_00_optim_states.pt"),
+        (0, (4, "4"), (2, "2"), FileError, "a checkpoint with expp_rank_2_mp_rank_00_optim_states.pt"),
+        (1, (2, "2"), (2, "1"), StateError, "found parameters in other places of DeepSpeed's flat tensors"),
+    ],
+)
+def test_experts_of_another_number_of_ranks_are_refused_on_every_rank(
+    tmp_path: Path, stage: int, saved: tuple[int, str], loading: tuple[int, str], error: Any, message: str
+) -> None:
+    """At stage 0, some ranks lacked a file; at the others, DeepSpeed told to change its parameter_alignment."""
+    for (world, kind), loads in ((saved, False), (loading, True)):
+        pool = Pool(world)  # DeepSpeed keeps groups of experts, and takes the largest
+        try:
+            arguments = zero(stage), kind, str(tmp_path)
+            outcomes = pool.run_expecting_errors(ds.experts_in_its_format, *arguments, loads=loads, timeout=240.0)
+        finally:
+            pool.close()
+        assert all(outcome.error is (error if loads else None) for outcome in outcomes), outcomes
+    assert all(re.search(message, outcome.message) for outcome in outcomes)
+    assert all("muonmesh.checkpoint.save" in outcome.message for outcome in outcomes)
 
 
 def loads_from_folders_of_its_own(folder: str) -> str:

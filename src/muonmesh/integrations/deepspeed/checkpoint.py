@@ -16,9 +16,19 @@ from torch import Tensor, nn
 
 from muonmesh.checkpoint.folder import AGAIN
 from muonmesh.comm.gather_objects import on_every_rank, on_first_rank, results_of_all_ranks
-from muonmesh.errors import FileError, explain_error
+from muonmesh.errors import FileError, StateError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name
+
+_PLACES = (
+    "Set round_robin_gradients, sub_group_size, parameter_alignment and the sizes of expert parallelism as when it was "
+)
+_PLACES += (
+    "saved, or use muonmesh.checkpoint.save and muonmesh.checkpoint.load. If another optimizer saved it, load only the "
+)
+_PLACES += "weights: load_checkpoint(folder, load_optimizer_states=False)"
+ELSEWHERE = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine", _PLACES
+"""What was found, what is needed and what to write, if flat tensors were saved that hold their parameters elsewhere."""
 
 
 def expert_names(model: nn.Module) -> dict[str, str]:
@@ -58,7 +68,7 @@ def masters_of(zero: Any) -> Iterator[tuple[Tensor, Tensor]]:
         pairs = [(master, part[rank]) for master, part, rank in zip(masters, parts, ranks, strict=True)]
     for master, weight in pairs:
         if weight is not None and weight.numel() == master.numel():
-            yield master.detach(), weight.detach()
+            yield master, weight.detach()
 
 
 def publish(zero: Any) -> None:
@@ -72,7 +82,7 @@ def publish(zero: Any) -> None:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
     elif hasattr(zero, "fp32_groups"):
         for master, weight in masters_of(zero):
-            weight.copy_(master)
+            weight.copy_(master.detach())
 
 
 def checked_load(engine: Any) -> Callable[..., Any]:
@@ -81,6 +91,7 @@ def checked_load(engine: Any) -> Callable[..., Any]:
     DeepSpeed alone would end in errors without a cause, let ranks wait for others, or load no weights.
 
     Raises:
+        StateError: on every rank, if parameters lie elsewhere in the flat tensors that were saved.
         FileError: on every rank, if an engine of another ZeRO stage, dtype or number of ranks saved the folder; if the
             tag has no files, or differs between ranks; or if DeepSpeed would not load its weights.
     """
@@ -96,9 +107,16 @@ def checked_load(engine: Any) -> Callable[..., Any]:
             problem, needed = f"other tags on some ranks: {dict(enumerate(tags))}", "the same one on all ranks"
             write = "Make the file latest of the first rank visible to all, or pass tag= to all"
             raise FileError(explain_error(f"{bound.arguments['load_dir']}", problem, needed, write))
-        loaded = load(*arguments, **named)
+        try:
+            loaded = load(*arguments, **named)
+        except RuntimeError as error:  # on every rank, before it has looked at the groups
+            if "parameter-alignment layout" not in str(error):
+                raise
+            raise StateError(explain_error(f"{bound.arguments['load_dir']}/{tags[0]}", *ELSEWHERE)) from error
         if not bound.arguments["load_optimizer_states"] and hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()  # or at stage 0 the next step would return to the old masters
+        if loaded[0] is not None:
+            engine.basic_optimizer.weights_loaded(masters=_loads_state(**bound.arguments))
         return loaded
 
     return load_checkpoint
@@ -164,6 +182,11 @@ def checked_save(engine: Any) -> Callable[..., Any]:
     return save_checkpoint
 
 
+def _loads_state(load_optimizer_states: bool, load_module_only: bool, **_: Any) -> bool:
+    """Return whether arguments of ``load_checkpoint`` load the optimizer's state and the fp32 weights."""
+    return load_optimizer_states and not load_module_only
+
+
 def _check_folder(
     engine: Any, load_dir: Any, tag: Any, load_optimizer_states: bool, load_module_only: bool, **_: Any
 ) -> str | None:
@@ -179,8 +202,17 @@ def _check_folder(
         needed = f"a tag of {tags}" if tags else "the folder that save_checkpoint was given"
         write = "Write load_checkpoint(folder, tag=...) with a tag that is there"
         raise FileError(explain_error(f"{load_dir}/{tag}", "no checkpoint", needed, write))
-    whole = load_optimizer_states and not load_module_only
+    whole = _loads_state(load_optimizer_states, load_module_only)
     needed_files, foreign = {engine._get_ckpt_name(load_dir, tag)}, {name for name in names if "zero_pp_rank_" in name}
+    if not engine.zero_optimization() and whole and engine.has_moe_layers:  # of ranks that share the most experts
+        largest = deepspeed_groups._get_max_expert_size_name()
+        among = (
+            deepspeed_groups._get_expert_parallel_rank(largest),
+            deepspeed_groups._get_expert_parallel_world_size(largest),
+        )
+        beside, further = (engine._get_optimizer_ckpt_name(load_dir, tag, number) for number in among)
+        needed_files |= {beside}
+        foreign |= {Path(further).name}
     if engine.zero_optimization():
         ranks, bf16 = dist.get_world_size(engine.optimizer.dp_process_group), engine.bfloat16_enabled()
         beyond = engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, ranks, bf16)

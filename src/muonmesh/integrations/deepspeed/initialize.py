@@ -24,7 +24,7 @@ from muonmesh.groups.parameter_sites import global_shape
 from muonmesh.integrations.deepspeed.checkpoint import checked_load, checked_save, expert_names
 from muonmesh.integrations.deepspeed.clipping import limits_of
 from muonmesh.integrations.deepspeed.config import prepare_config, read_config, take_scheduler
-from muonmesh.integrations.deepspeed.mending import mend
+from muonmesh.integrations.deepspeed.mending import mend, report_fp32_writes
 from muonmesh.integrations.deepspeed.optimizer import EngineOptimizer
 from muonmesh.integrations.deepspeed.records import EngineParameter, Flat, engine_parameter, prove, read_flats
 from muonmesh.layout import FlatParameter
@@ -262,6 +262,10 @@ class Assembly:
         muons = [self._flat(number, *flat_with_contents, groups) for number, flat_with_contents in enumerate(proved)]
         optimizer.bind(muons, self._reasons, limits, engine)
         mend(engine.optimizer)
+        places = {parameter: (flat.tensor, interval) for flat, _ in proved for parameter, interval in flat.spans}
+        report_fp32_writes(
+            engine.optimizer, tuple(places), lambda parameter: optimizer.fp32_written(*places[parameter])
+        )
 
     def _replicated(self, engine: Any, groups: Sequence[Mapping[str, Any]]) -> Iterator[Muon]:
         """Yield the optimizers at stage 0, where every rank of a data-parallel group holds whole parameters.

@@ -1,7 +1,9 @@
-"""Mending: corrects errors of DeepSpeed 0.19 on the engine."""
+"""Mending: corrects errors of DeepSpeed 0.19 on the engine, and reports what its functions write."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,6 +64,49 @@ def _link_in_order(zero: Any) -> None:
     zero._link_all_hp_params = link_in_order
     link_in_order()
     zero._param_slice_mappings = zero._create_param_mapping()
+
+
+def report_fp32_writes(zero: Any, parameters: Sequence[Any], report: Callable[[Any], None]) -> None:
+    """Call ``report`` with each parameter whose fp32 weights a function of DeepSpeed's for users has written.
+
+    `safe_set_full_fp32_param` and `safe_set_local_fp32_param` call methods of the ZeRO optimizer at stage 3, and a
+    method of the parameter at stages 1 and 2, which DeepSpeed sets anew when it links parameters to their fp32 weights.
+
+    Args:
+        zero: DeepSpeed's own optimizer, in which methods are replaced.
+        parameters: The parameters that it trains.
+        report: Gets the parameter after each write, on each rank that calls the function.
+    """
+
+    def reporting(write: Callable[..., Any], parameter: Any = None) -> Callable[..., Any]:
+        @wraps(write)
+        def write_and_report(*arguments: Any, **named: Any) -> Any:
+            written, positional = parameter, list(arguments)
+            if written is None:  # a method of the optimizer, whose arguments are the value, the parameter and the key
+                written = named["param"] if len(positional) < 2 else positional.pop(1)
+            result = write(*arguments, **named)
+            if named.get("optim_state_key", positional[1] if len(positional) > 1 else None) is None:
+                report(written)
+            return result
+
+        return write_and_report
+
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        zero.set_full_hp_param = reporting(zero.set_full_hp_param)
+        zero.set_local_hp_param = reporting(zero.set_local_hp_param)
+        return
+    link = zero._link_all_hp_params
+
+    def report_from_parameters() -> None:
+        for parameter in parameters:
+            parameter.set_full_hp_param = reporting(parameter.set_full_hp_param, parameter)
+
+    def link_and_report() -> None:
+        link()
+        report_from_parameters()
+
+    zero._link_all_hp_params = link_and_report
+    report_from_parameters()
 
 
 class _Names(NamedTuple):

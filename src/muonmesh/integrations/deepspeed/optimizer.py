@@ -20,9 +20,9 @@ from muonmesh.clip.norm_means import bring_to_host, keep_means
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.groups.watch import Watch
-from muonmesh.integrations.deepspeed.checkpoint import expert_names, masters_of, publish
+from muonmesh.integrations.deepspeed.checkpoint import ELSEWHERE, expert_names, masters_of, publish
 from muonmesh.integrations.deepspeed.clipping import measure
-from muonmesh.layout import FlatShards
+from muonmesh.layout import FlatShards, Interval
 from muonmesh.layout.matrix import as_tuples
 from muonmesh.numerics.rules import rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
@@ -40,10 +40,11 @@ _AS_SAVED += "it, load only the weights: load_checkpoint(folder, load_optimizer_
 
 
 def _checksum(weights: Tensor) -> Tensor:
-    """Return sums of all bits, int64 (62,). Elements that change places change it, unless by a multiple of 61."""
+    """Return sums of all bits, int64 (61 + at most 60,). Elements that change places by no multiple of 61 change it."""
     bits = weights.reshape(-1).view(torch.int32 if weights.itemsize == 4 else torch.int16)
     whole = len(bits) // 61 * 61
-    return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].sum(0, keepdim=True)])
+    # The rest is not added up: in a sum of few elements, changes of sign cancel each other too easily.
+    return torch.cat([bits[:whole].view(-1, 61).sum(0), bits[whole:].long()])
 
 
 class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
@@ -69,11 +70,15 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self.norms: GradNorms | None = None
         self._reasons: Mapping[str, str] = {}
         self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
+        self._groups: list[dict[str, Any]] = []  # all of them, while DeepSpeed shows one
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
         self._engine: Any = None
-        self._checksums: dict[int, Tensor] = {}  # checksums of the engine's fp32 weights as they were left, by address
+        # Of the engine's flat fp32 tensors, by id: checksums as they were left, and the intervals (begin, end) that are
+        # newer than the module's weights.
+        self._checksums: dict[int, Tensor] = {}
+        self._newer: dict[int, list[tuple[int, int]]] = {}
 
     def bind(self, muons: Sequence[Muon], reasons: Mapping[str, str], limits: Limits | None, engine: Any) -> None:
         """Take what steps the engine's tensors, and create the state.
@@ -86,6 +91,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             engine: The engine.
         """
         self.muons, self._reasons, self._engine = tuple(muons), reasons, engine
+        self._groups = self.param_groups
         # Not all of DeepSpeed's optimizers have `overflow`. Accelerate looks for it once, after the engine is made.
         self._zero.overflow = False
         if limits is not None:
@@ -96,24 +102,51 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self.create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
-    def _masters(self, *muons: Muon) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the fp32 weights that some Muons step, each with the module's weights; see `masters_of`."""
-        stepped = {p.data_ptr() for muon in muons for group in muon.param_groups for p in group["params"]}
-        return ((master, weight) for master, weight in masters_of(self._zero) if master.data_ptr() in stepped)
+    def _masters(self, *muons: Muon) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the fp32 weights that some Muons step: their id, them and the module's weights; see `masters_of`."""
+        stepped = {id(p) for muon in muons for group in muon.param_groups for p in group["params"]}
+        pairs = ((master, weight) for master, weight in masters_of(self._zero) if id(master) in stepped)
+        return ((id(master), master.detach(), weight) for master, weight in pairs)
 
     def _note(self, *muons: Muon) -> None:
-        self._checksums.update({master.data_ptr(): _checksum(master) for master, _ in self._masters(*muons)})
+        self._checksums.update({key: _checksum(master) for key, master, _ in self._masters(*muons)})
+
+    def _changed(self, key: int, master: Tensor) -> Tensor:
+        """Return whether other code has written fp32 weights since they were noted, 0-d bool tensor."""
+        return (self._checksums[key] != _checksum(master)).any()
+
+    def fp32_written(self, tensor: Tensor, interval: Interval) -> None:
+        """Take note that other code has written an interval of one of the engine's flat fp32 tensors."""
+        if interval.length:
+            self._newer.setdefault(id(tensor), []).append((interval.start, interval.start + interval.length))
+
+    def weights_loaded(self, *, masters: bool) -> None:
+        """Take over the weights that ``load_checkpoint`` of the engine has loaded. All ranks call it.
+
+        Args:
+            masters: Whether the fp32 weights are those that count. Otherwise the module's weights count.
+        """
+        if masters:  # a checkpoint may have fp32 weights that were newer than the module's
+            publish(self._zero)
+        self._newer.clear()
+        self._note(*self.muons)
 
     def _follow(self, *muons: Muon) -> None:
         """Let the engine's fp32 weights follow the module's where other code has written these since the last step.
 
         DeepSpeed would undo such a write: it rounds its fp32 weights into the module after each step. But its
-        `safe_set_full_fp32_param`, and a checkpoint that it loads, write only the fp32 weights. These then stay.
+        `safe_set_full_fp32_param` writes only the fp32 weights. These then stay, and so does a whole tensor that code
+        has written without this function.
         """
-        for master, weight in self._masters(*muons):
-            checksum = self._checksums.get(master.data_ptr())
-            if checksum is not None:
-                follow(master, weight, keep=(checksum != _checksum(master)).any())
+        for key, master, weight in self._masters(*muons):
+            if key in self._newer:
+                begin = 0
+                for newer, end in [*sorted(self._newer[key]), (master.numel(), master.numel())]:
+                    if begin < newer:
+                        follow(master[begin:newer], weight[begin:newer])
+                    begin = max(begin, end)
+            elif key in self._checksums:
+                follow(master, weight, keep=self._changed(key, master))
 
     def clip_by(self, limits: Limits) -> None:
         """Clip and skip by these limits from the next step on, and turn off the engine's own clipping.
@@ -141,6 +174,16 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """
         if not self.muons:
             return  # the engine is still being made
+        try:
+            self._step()
+        except BaseException:
+            # DeepSpeed shows one group or one tensor at a time, and would go on with what it shows now.
+            self.param_groups = self._groups
+            if hasattr(self._zero, "_clear_fp32_optimizer_param_groups"):
+                self._zero._clear_fp32_optimizer_param_groups()
+            raise
+
+    def _step(self) -> None:
         watch, guessed = self.watched
         if watch is not None and watch.facts is not None:
             error = watch.compare(guessed, (), entire=True)
@@ -179,6 +222,8 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             scale_groups(muon.param_groups, muon.gradients, self._coefficients)
         self._follow(muon)
         muon.step()
+        for key, *_ in self._masters(muon):
+            self._newer.pop(key, None)
         self._note(muon)
 
     def _share(self, muon: Muon) -> None:
@@ -196,11 +241,9 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """
         self._check_groups(state_dict["param_groups"])
         if state_dict.get("places", self._places) != self._places:
-            problem, needed = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine"
-            write = "Set round_robin_gradients, sub_group_size and parameter_alignment as when it was saved, or use "
-            write += "muonmesh.checkpoint.save and muonmesh.checkpoint.load"
-            raise StateError(explain_error("the state", problem, needed, write))
+            raise StateError(explain_error("the state", *ELSEWHERE))
         super().load_state_dict(state_dict)
+        self._groups = self.param_groups
         for tensor, state in self.state.items():
             if "step" in state:  # torch loads one tensor for all if one was saved, and a number as it is
                 state["step"] = step_count(state["step"]).to(tensor.device)  # for torch's fused kernels
@@ -233,6 +276,9 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     def _settle(self) -> None:
         """Make the fp32 weights those of the module, and norm means plain numbers, before they are saved."""
         bring_to_host(self.param_groups)
+        for key, master, _ in self._masters(*self.muons):
+            if key in self._checksums and key not in self._newer and bool(self._changed(key, master)):
+                self._newer[key] = [(0, master.numel())]  # until the next step, although it is noted here
         self._follow(*self.muons)
         self._note(*self.muons)
 
@@ -261,8 +307,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         """Make the engine use the weights and state that `muonmesh.checkpoint.load` has written."""
         self._count_on()
         super().checkpoint_restored()
-        publish(self._zero)
-        self._note(*self.muons)
+        self.weights_loaded(masters=True)
 
     @contextmanager
     def whole(self, model: nn.Module, *, write: bool) -> Iterator[None]:
