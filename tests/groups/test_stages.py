@@ -314,8 +314,7 @@ class Traceable(nn.Module):
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.output(x)
-        return out
+        return self.output(x)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
