@@ -233,7 +233,8 @@ def test_torchs_functions_refuse_flat_shards_of_which_they_would_keep_one_ranks(
         assert "muonmesh.checkpoint.save(path, model, optimizer)" in message
 
 
-def declared_by_torch(path: str) -> list[str]:
+@on_ranks(2)
+def test_torchs_functions_keep_the_state_of_declared_shards(tmp_path: Path) -> None:
     """The state of declared shards is made of DTensors, so torch's functions keep all of it."""
     differing = []
     for seed in (0, 7):
@@ -242,13 +243,9 @@ def declared_by_torch(path: str) -> list[str]:
         case.optimizer.step()
         state = get_optimizer_state_dict(case.model, case.optimizer)
         if seed:
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, checkpoint_id=tmp_path)
             set_optimizer_state_dict(case.model, case.optimizer, state)
         else:
-            dcp.save(state, checkpoint_id=path)
+            dcp.save(state, checkpoint_id=tmp_path)
         differing.append({name: value for name, value in case.whole().items() if "." in name})
-    return problem.differing(*differing)
-
-
-def test_torchs_functions_keep_the_state_of_declared_shards(workers, tmp_path: Path) -> None:
-    assert workers(2).run(declared_by_torch, str(tmp_path)) == [[], []]
+    assert problem.differing(*differing) == []
