@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import muonmesh as mm
-from tests.support import cases, problem
+from tests.support import cases, problem, saving
 from tests.support.on_ranks import on_ranks
 
 COVERS = (
@@ -48,50 +48,38 @@ def never_stopped() -> dict[str, Tensor]:
     return problem.alone(4, compute_dtype=COMPUTE)
 
 
-def save_by_dcp(layout: str, path: str, flat: bool) -> None:
+def save_after_two(layout: str, path: str, how: saving.How) -> None:
     model, optimizer = build_layout(layout)
     problem.advance(model, optimizer, 0, 2)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.save(state, checkpoint_id=path)
+    saving.save(path, model, optimizer, how)
 
 
-def load_by_dcp(layout: str, path: str, flat: bool) -> dict[str, Tensor]:
+def load_and_go_on(layout: str, path: str, how: saving.How) -> dict[str, Tensor]:
     model, optimizer = build_layout(layout)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    saving.load(path, model, optimizer, how)
     problem.advance(model, optimizer, 2, 4)
     return problem.result(model, optimizer)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "flat"),
+    ("before", "after", "how"),
     [
-        *(pytest.param((4, "fsdp"), (2, "fsdp"), flat, marks=pytest.mark.soak) for flat in (False, True)),
-        *((((2, "fsdp"), (4, "shard1"), flat)) for flat in (False, True)),
-        *((((2, "ddp"), (4, "fsdp"), flat)) for flat in (False, True)),
-        *(pytest.param((4, "fsdp"), (2, "ddp"), flat, marks=pytest.mark.soak) for flat in (False, True)),
-        ((4, "ddp-shared"), (2, "ddp"), False),
-        ((2, "fsdp"), (4, "hsdp-shared"), False),
-        ((4, "hsdp-shared"), (2, "ddp-shared"), False),
-        ((4, "rows-cols"), (4, "hsdp"), False),
+        *(pytest.param((4, "fsdp"), (2, "fsdp"), how, marks=pytest.mark.soak) for how in ("torch's", "flat")),
+        *((((2, "fsdp"), (4, "shard1"), how)) for how in ("torch's", "flat")),
+        *((((2, "ddp"), (4, "fsdp"), how)) for how in ("torch's", "flat")),
+        *(pytest.param((4, "fsdp"), (2, "ddp"), how, marks=pytest.mark.soak) for how in ("torch's", "flat")),
+        ((4, "ddp-shared"), (2, "ddp"), "torch's"),
+        ((2, "fsdp"), (4, "hsdp-shared"), "torch's"),
+        ((4, "hsdp-shared"), (2, "ddp-shared"), "torch's"),
+        ((4, "rows-cols"), (4, "hsdp"), "torch's"),
     ],
 )
 def test_resharding_continues_bit_for_bit(
-    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], flat: bool
+    workers, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], how: saving.How
 ) -> None:
     """A state dict nested or flattened."""
-    workers(before[0]).run(save_by_dcp, before[1], str(tmp_path), flat)
-    for result in workers(after[0]).run(load_by_dcp, after[1], str(tmp_path), flat):
+    workers(before[0]).run(save_after_two, before[1], str(tmp_path), how)
+    for result in workers(after[0]).run(load_and_go_on, after[1], str(tmp_path), how):
         assert problem.differing(result, never_stopped()) == []
 
 
@@ -196,7 +184,7 @@ def save_while_training(layout: str, path: str) -> None:
 def test_async_save_keeps_what_was_there_when_it_was_called(workers, tmp_path: Path, layout: str) -> None:
     """Steps write momentum and weights in place; torch copies them before `async_save` returns."""
     workers(2).run(save_while_training, layout, str(tmp_path))
-    for result in workers(2).run(load_by_dcp, layout, str(tmp_path), False):
+    for result in workers(2).run(load_and_go_on, layout, str(tmp_path), "torch's"):
         assert problem.differing(result, never_stopped()) == []
 
 
@@ -216,24 +204,18 @@ def test_a_save_warns_of_state_that_no_load_takes(tmp_path: Path) -> None:
         mm.checkpoint.load(tmp_path / "diverged", model, optimizer)
 
 
-def flat_by_torch() -> str:
+@on_ranks(2)
+def test_torchs_functions_refuse_flat_shards_of_which_they_would_keep_one_ranks() -> None:
     case = cases.build("flat 2", WHOLE, **problem.SETTINGS)
     case.give(problem.gradients(0))
     case.optimizer.step()
     assert case.optimizer.state_dict()["state"]  # as this rank stores it, for a file of its own
-    try:
+    with pytest.raises(mm.StateError, match=r"muonmesh\.checkpoint\.save\(path, model, optimizer\)"):
         get_optimizer_state_dict(case.model, case.optimizer)
-    except mm.StateError as error:
-        return str(error)
-    return ""
 
 
-def test_torchs_functions_refuse_flat_shards_of_which_they_would_keep_one_ranks(workers) -> None:
-    for message in workers(2).run(flat_by_torch):
-        assert "muonmesh.checkpoint.save(path, model, optimizer)" in message
-
-
-def declared_by_torch(path: str) -> list[str]:
+@on_ranks(2)
+def test_torchs_functions_keep_the_state_of_declared_shards(tmp_path: Path) -> None:
     """The state of declared shards is made of DTensors, so torch's functions keep all of it."""
     differing = []
     for seed in (0, 7):
@@ -242,13 +224,9 @@ def declared_by_torch(path: str) -> list[str]:
         case.optimizer.step()
         state = get_optimizer_state_dict(case.model, case.optimizer)
         if seed:
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, checkpoint_id=tmp_path)
             set_optimizer_state_dict(case.model, case.optimizer, state)
         else:
-            dcp.save(state, checkpoint_id=path)
+            dcp.save(state, checkpoint_id=tmp_path)
         differing.append({name: value for name, value in case.whole().items() if "." in name})
-    return problem.differing(*differing)
-
-
-def test_torchs_functions_keep_the_state_of_declared_shards(workers, tmp_path: Path) -> None:
-    assert workers(2).run(declared_by_torch, str(tmp_path)) == [[], []]
+    assert problem.differing(*differing) == []

@@ -116,19 +116,17 @@ def test_a_missing_shard_counts_as_zero(algorithm: str, host: str) -> None:
     assert [name for name in expected if float(metrics[name]) != pytest.approx(expected[name])] == []
 
 
-def whole_gradient(shape: tuple[int, ...]) -> bool:
+@on_ranks(4)
+def test_a_whole_gradient_of_a_sharded_parameter_is_cut() -> None:
     """Tensor parallelism leaves the gradient of a vocabulary-parallel embedding whole on every rank."""
-    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(shape), mesh(), [Shard(0)])) for _ in range(2))
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight, twin = (nn.Parameter(distribute_tensor(torch.ones(9, 6), mesh(), [Shard(0)])) for _ in range(2))
+    gradient = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
     weight.grad = distribute_tensor(gradient, mesh(), [Replicate()], src_data_rank=None)
     twin.grad = distribute_tensor(gradient, mesh(), [Shard(0)], src_data_rank=None)
     for parameter in (weight, twin):
         mm.Muon([parameter], lr=0.1).step()
-    return torch.equal(problem.whole(weight), problem.whole(twin)) and weight.grad.placements == (Replicate(),)
-
-
-def test_a_whole_gradient_of_a_sharded_parameter_is_cut(workers) -> None:
-    assert workers(4).run(whole_gradient, (9, 6)) == [True] * 4
+    assert torch.equal(problem.whole(weight), problem.whole(twin))
+    assert weight.grad.placements == (Replicate(),)
 
 
 def own_nothing() -> tuple[int, bool]:
@@ -147,14 +145,6 @@ def test_ranks_that_hold_and_own_nothing_take_part(workers) -> None:
 
 
 # ------------------------------------------------------------------ mistakes on one rank
-
-
-def step_with_another_variant(folder: Path) -> None:
-    with emulated.using(folder):
-        weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
-        optimizer = mm.Muon([weight], lr=0.1, kernels=("compiled", "amx")[dist.get_rank()])
-        weight.grad = torch.zeros_like(weight)
-        optimizer.step()
 
 
 def products_of_one_rank(products_asked_for: str, without: int) -> tuple[list[str], list[str]]:
@@ -226,11 +216,14 @@ def test_ranks_on_different_processors_hold_the_same_weights(
         assert [rank["not torch's"] for rank in reports] == [[], []]
 
 
-def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(workers, emulated_amx: Path) -> None:
-    for outcome in workers(2).run_expecting_errors(step_with_another_variant, emulated_amx, timeout=20):
-        assert outcome.error is mm.PlanError, outcome
-        assert "kernels compiled 1" in outcome.message, outcome.message
-        assert "kernels amx 2" in outcome.message, outcome.message
+@on_ranks(2, timeout=20)
+def test_ranks_with_another_order_of_sums_are_an_error_on_every_rank(emulated_amx: Path) -> None:
+    with emulated.using(emulated_amx):
+        weight = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh(), [Shard(0)]))
+        optimizer = mm.Muon([weight], lr=0.1, kernels=("compiled", "amx")[dist.get_rank()])
+        weight.grad = torch.zeros_like(weight)
+        with pytest.raises(mm.PlanError, match=r"(?s)(?=.*kernels compiled 1).*kernels amx 2"):
+            optimizer.step()
 
 
 def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for(workers, products) -> None:
@@ -239,46 +232,37 @@ def test_products_that_one_rank_lacks_are_an_error_on_every_rank_where_asked_for
         assert outcome.seconds < 10
 
 
-def plain_without_group() -> None:
+@on_ranks(2, timeout=20)
+def test_plain_matrices_on_several_ranks_need_a_process_group() -> None:
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = mm.Muon([("w", weight)], lr=0.1)
     weight.grad = torch.ones(4, 4)
-    optimizer.step()
+    with pytest.raises(mm.LayoutError) as error:
+        optimizer.step()
+    assert str(error.value) == (
+        "w: This parameter is a plain tensor while 2 ranks run, "
+        "and nothing says which ranks hold the same parameter. "
+        "If the model was sharded after this optimizer was made, make the optimizer after it. "
+        'Under DDP, pass the wrapped model to from_model, or write process_group="world", as you do if your loop '
+        "averages the gradients of all ranks. "
+        'If every rank trains its own copy, write process_group="local". '
+        "If some ranks share it, pass their ProcessGroup. "
+        "If it is a shard, make it a DTensor (fully_shard), or declare it: layouts={'w': (mesh, placements)}. "
+        "Leave out ZeroRedundancyOptimizer: ranks share the work, and with shard_state=True the state"
+    )
 
 
-def test_plain_matrices_on_several_ranks_need_a_process_group(workers) -> None:
-    for outcome in workers(2).run_expecting_errors(plain_without_group, timeout=20):
-        assert outcome.error is mm.LayoutError
-        assert outcome.message == (
-            "w: This parameter is a plain tensor while 2 ranks run, "
-            "and nothing says which ranks hold the same parameter. "
-            "If the model was sharded after this optimizer was made, make the optimizer after it. "
-            'Under DDP, pass the wrapped model to from_model, or write process_group="world", as you do if your loop '
-            "averages the gradients of all ranks. "
-            'If every rank trains its own copy, write process_group="local". '
-            "If some ranks share it, pass their ProcessGroup. "
-            "If it is a shard, make it a DTensor (fully_shard), or declare it: layouts={'w': (mesh, placements)}. "
-            "Leave out ZeroRedundancyOptimizer: ranks share the work, and with shard_state=True the state"
-        )
-
-
-def not_a_member() -> str:
+@on_ranks(2)
+def test_a_process_group_without_this_rank_is_refused() -> None:
     group = dist.new_group([0])
     weight = nn.Parameter(torch.ones(4, 4))
     if dist.get_rank() == 0:
         optimizer = mm.Muon([weight], process_group=group)
         weight.grad = torch.ones(4, 4)
         optimizer.step()
-        return "stepped"
-    with pytest.raises(ValueError, match="process_group: found") as error:
-        mm.Muon([weight], process_group=group)
-    return str(error.value)
-
-
-def test_a_process_group_without_this_rank_is_refused(workers) -> None:
-    member, outsider = workers(2).run(not_a_member)
-    assert member == "stepped"
-    assert "needed" in outsider
+    else:
+        with pytest.raises(ValueError, match=r"process_group: found .*needed"):
+            mm.Muon([weight], process_group=group)
 
 
 @on_ranks(2)
@@ -321,16 +305,11 @@ def test_parameters_swapped_after_construction() -> None:
     assert problem.differing(problem.result(model, optimizer), problem.result(twin, other)) == []
 
 
-def explained_on_one_rank() -> str | None:
+@on_ranks(2)
+def test_explain_does_not_communicate() -> None:
     model, group = problem.hold("fsdp", problem.initial())
     optimizer = mm.Muon(problem.groups(model), process_group=group, **problem.SETTINGS)
-    return str(optimizer.explain()) if dist.get_rank() == 0 else None
-
-
-def test_explain_does_not_communicate(workers) -> None:
-    table, nothing = workers(2).run(explained_on_one_rank)
-    assert nothing is None
-    assert "Shard(0)×2" in table
+    assert dist.get_rank() or "Shard(0)×2" in str(optimizer.explain())
 
 
 def metrics_of(layout: str) -> dict[str, float]:
@@ -487,11 +466,16 @@ class Net(nn.Module):
         return logits
 
 
-def train_under_ddp(**how: Any) -> list[str]:
-    """Three steps, and those of one process with the gradients that DDP has left; return what differs."""
+@pytest.mark.parametrize("how", ["gradient_as_bucket_view", "static_graph"])
+@on_ranks(2)
+def test_ddp_with_checkpointed_activations_has_the_bits_of_one_process(how: str) -> None:
+    """With views into its buckets as gradients, which begin anywhere in memory, and with a graph that stays.
+
+    The momentum is shared by the replicas: then each took its part of such a view from the start of the bucket.
+    """
     model, alone = Net(), Net()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    wrapped = DistributedDataParallel(model, **how)
+    wrapped = DistributedDataParallel(model, **{how: True})
     settings = {"lr": 0.02, "compute_dtype": torch.float32}
     optimizer = mm.from_model(wrapped, process_group="world", shard_state=True, **settings)
     other = mm.from_model(alone, process_group="local", **settings)
@@ -506,18 +490,7 @@ def train_under_ddp(**how: Any) -> list[str]:
         other.clip_grad_norm_(0.1)
         optimizer.step()
         other.step()
-    names = [name for name, _ in alone.named_parameters()]
-    results = [dict(zip(names, map(problem.whole, module.parameters()), strict=True)) for module in (model, alone)]
-    return problem.differing(*results)
-
-
-@pytest.mark.parametrize("how", ["gradient_as_bucket_view", "static_graph"])
-def test_ddp_with_checkpointed_activations_has_the_bits_of_one_process(workers, how: str) -> None:
-    """With views into its buckets as gradients, which begin anywhere in memory, and with a graph that stays.
-
-    The momentum is shared by the replicas: then each took its part of such a view from the start of the bucket.
-    """
-    assert workers(2).run(train_under_ddp, **{how: True}) == [[], []]
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
 class World(mm.Muon):
@@ -532,35 +505,26 @@ class Auto(mm.Muon):
         super().__init__(params, process_group="auto", **settings)
 
 
-def partitioned(kind: type[mm.Muon], split: bool) -> list[str]:
-    """Step once with a part of the parameters on each rank; return the error, and what of the weights has changed."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]))
-    before, message = [p.detach().clone() for p in model.parameters()], "nothing"
-    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
-    try:
-        groups = mm.split_params(model) if split else list(model.parameters())
-        ZeroRedundancyOptimizer(groups, kind, lr=0.1).step()
-    except ValueError as error:
-        message = f"{type(error).__name__}: {error}"
-    return [message, str(all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)))]
-
-
 @pytest.mark.parametrize(
     ("kind", "split", "expected"),
     [
-        (mm.Muon, False, "nothing says which ranks hold the same parameter"),
-        (mm.Muon, True, "found 4 param_names for 2 parameters"),
+        (mm.Muon, False, "(?s)nothing says which ranks hold the same parameter.*ZeroRedundancyOptimizer"),
+        (mm.Muon, True, "(?s)found 4 param_names for 2 parameters.*ZeroRedundancyOptimizer"),
         (World, False, "their gradients differ"),
         (Auto, False, "their gradients differ"),
     ],
 )
-def test_zero_redundancy_optimizer_is_refused(workers, kind: Any, split: bool, expected: str) -> None:
+@on_ranks(2)
+def test_zero_redundancy_optimizer_is_refused(kind: Any, split: bool, expected: str) -> None:
     """Each rank's optimizer has other parameters, so the ranks would step each other's matrices."""
-    for message, same in workers(2).run(partitioned, kind, split):
-        assert expected in message
-        assert same == "True"
-        assert "ZeroRedundancyOptimizer" in message or kind is not mm.Muon
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(4)]))
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+    groups = mm.split_params(model) if split else list(model.parameters())
+    with pytest.raises(ValueError, match=expected):
+        ZeroRedundancyOptimizer(groups, kind, lr=0.1).step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 # ------------------------------------------------------------------ an optimizer that is not needed any more
@@ -569,7 +533,10 @@ def test_zero_redundancy_optimizer_is_refused(workers, kind: Any, split: bool, e
 LAYOUTS = ["local", "ddp", "fsdp", "hsdp", "rows-cols"]
 
 
-def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize("settings", [{}, {"shard_state": True}, {"memory_budget_mb": 0.016}], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "wrapped"])
+@on_ranks(4)
+def test_an_optimizer_is_freed_without_a_collection(layout: str, settings: dict[str, Any]) -> None:
     """Step, clip, measure and save; then drop the optimizer and say what of it is still alive without a collection."""
     if layout == "wrapped":
         model: nn.Module = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)))
@@ -606,12 +573,6 @@ def left_behind(layout: str, settings: dict[str, Any]) -> list[str]:
         del optimizer, runtime, planned
         names = [name for name in list(watched)[:4] if watched[name]() is not None]
         names += [name for name in watched if name.startswith("state") and watched[name]() is not None]
-        return names
+        assert names == []
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("settings", [{}, {"shard_state": True}, {"memory_budget_mb": 0.016}], ids=str)
-@pytest.mark.parametrize("layout", [*LAYOUTS, "wrapped"])
-def test_an_optimizer_is_freed_without_a_collection(workers, layout: str, settings: dict[str, Any]) -> None:
-    assert workers(4).run(left_behind, layout, settings) == [[]] * 4

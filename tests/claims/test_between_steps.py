@@ -30,25 +30,8 @@ COVERS = (
 )
 
 NUMBERS: list[Any] = [
-    *(
-        0,
-        1,
-        -1,
-        0.5,
-        1 - 2**-53,
-        1e-320,
-        1e-30,
-        1e8,
-        1e9,
-        1.1e9,
-        1e20,
-        1e38,
-        3.5e38,
-        1e308,
-        math.inf,
-        -math.inf,
-        math.nan,
-    ),
+    *(0, 1, -1, 0.5, 1 - 2**-53, 1e-320, 1e-30, 1e8, 1e9, 1.1e9, 1e20, 1e38, 3.5e38, 1e308),
+    *(math.inf, -math.inf, math.nan),
     *(10**400, Fraction(1, 3), Fraction(10**400), np.float32(0.1), np.float64(1e-3), np.int64(1), np.float16(0.1)),
     *(np.longdouble("1e400"), np.array(0.1), np.bool_(True), True, None, "0.1", 1j, [], {}, 2**64, 10**5000),
 ]
@@ -72,17 +55,8 @@ POLYNOMIALS: list[Callable[[], Any]] = [
     for value in (1.0, 1e9, 1.1e9, 1e39, 1e308, 10**400)
     for count in (1, 3, 101)
 ]
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float64,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.int8,
-    torch.int64,
-    torch.bool,
-]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn]
+DTYPES += [torch.complex64, torch.int8, torch.int64, torch.bool]
 
 
 def inference(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     *(("scale_mode", value, {}) for value in ("frob", 3, ["spectral"])),
     *(("lr", value, {}) for value in (-1.0, float("nan"), float("inf"), None, "fast", True)),
     *(("lr", value, {}) for value in (torch.tensor(-1.0), torch.tensor(float("nan")), torch.ones(2))),
-    *(("momentum", value, {}) for value in (7, -0.1, float("nan"))),
+    *(("momentum", value, {}) for value in (1.0, -0.1, float("nan"))),
     *(("nesterov", value, {}) for value in ("no", 1)),
     *(("weight_decay", value, {}) for value in (-0.1, float("inf"))),
     ("extra_scale_factor", 0.0, {}),

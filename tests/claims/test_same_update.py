@@ -21,6 +21,7 @@ from muonmesh.numerics.deflation import Deflation
 from tests.support import layouts, problem
 from tests.support.in_copies import step_as_on_a_device
 from tests.support.meshes import mesh_of
+from tests.support.on_ranks import on_ranks
 from tests.support.samples import one_in, pairs_of
 from tests.support.workers import Pool
 
@@ -165,19 +166,6 @@ def alone_on_one_thread() -> tuple[dict[str, Tensor], list[bool]]:
     return result, more
 
 
-def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
-    """Step in a layout, and alone on one thread; return what differs, and which matrices got more polynomials."""
-    before, parameters = torch.get_num_threads(), dict(problem.PARAMETERS)
-    problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
-    try:
-        alone, more = alone_on_one_thread()
-        return problem.differing(step_guarded(layout, threads), alone), more
-    finally:
-        torch.set_num_threads(before)
-        problem.PARAMETERS.clear()
-        problem.PARAMETERS.update(parameters)
-
-
 @pytest.mark.parametrize(
     ("ranks", "threads", "layout"),
     [
@@ -185,11 +173,19 @@ def run_guarded(layout: str, threads: int) -> tuple[list[str], list[bool]]:
         *one_in(4, [(2, 2, layout) for layout in problem.LAYOUTS]),
     ],
 )
-def test_what_some_matrices_need_more_of_is_bit_for_bit_too(workers, ranks: int, threads: int, layout: str) -> None:
-    """On a CPU "deflated" decides by each result how many polynomials it takes."""
-    for differing, more in workers(ranks).run(run_guarded, layout, threads, timeout=300):
-        assert differing == []
-        assert more == [True, True, False]
+@on_ranks(timeout=300)
+def test_what_some_matrices_need_more_of_is_bit_for_bit_too(layout: str, threads: int) -> None:
+    """On a CPU "deflated" decides by each result how many polynomials it takes; one process does on one thread."""
+    before, parameters = torch.get_num_threads(), dict(problem.PARAMETERS)
+    problem.PARAMETERS.update({name: (shape, "whole") for name, shape in GUARDED.items()})
+    try:
+        alone, more = alone_on_one_thread()
+        assert problem.differing(step_guarded(layout, threads), alone) == []
+    finally:
+        torch.set_num_threads(before)
+        problem.PARAMETERS.clear()
+        problem.PARAMETERS.update(parameters)
+    assert more == [True, True, False]
 
 
 def run_together(layout: str, param_dtype: torch.dtype, **settings: Any) -> tuple[list[str], float]:
@@ -303,7 +299,9 @@ def test_momentum_is_shared_where_it_can_be(workers, layout: str) -> None:
     assert [differing for differing, *_ in outcomes] == [[]] * 4
 
 
-def whole_experts(dim: int) -> tuple[int, int, bool]:
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(4)
+def test_whole_experts_cost_no_communication(dim: int) -> None:
     """Eight experts on four ranks, two each, or each cut among all."""
     mesh = mesh_of((4,))
     value = torch.randn(8, 12, 20, generator=torch.Generator().manual_seed(0))
@@ -315,12 +313,6 @@ def whole_experts(dim: int) -> tuple[int, int, bool]:
     for optimizer in optimizers:
         optimizer.step()
     counts = optimizers[0].counts
-    return counts.bytes_sent, counts.orthogonalized, torch.equal(weight.full_tensor(), twin)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_whole_experts_cost_no_communication(workers, dim: int) -> None:
-    outcomes = workers(4).run(whole_experts, dim)
-    assert [same for _, _, same in outcomes] == [True] * 4
-    assert [count for _, count, _ in outcomes] == [2] * 4
-    assert all((sent == 0) == (dim == 0) for sent, _, _ in outcomes)
+    assert torch.equal(weight.full_tensor(), twin)
+    assert counts.orthogonalized == 2
+    assert (counts.bytes_sent == 0) == (dim == 0)

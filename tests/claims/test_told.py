@@ -42,13 +42,6 @@ class Spectral(nn.Module):
         self.mix = nn.Linear(4, 4)
 
 
-def test_an_entry_of_a_module_list_may_be_none() -> None:
-    block = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8), None])  # type: ignore[list-item]
-    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "layers": nn.ModuleList([block]), "head": nn.Linear(8, 10)})
-    names = [name for group in mm.split_params(model) for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-
-
 @pytest.mark.parametrize(
     "settings", [{"betas": (0.8, 0.9), "eps": 1e-6}, {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}]
 )

@@ -372,11 +372,6 @@ def test_zero_grad(set_to_none: bool) -> None:
     optimizer.zero_grad(set_to_none)
     for parameter in params.values():
         assert parameter.grad is None if set_to_none else not parameter.grad.any()  # type: ignore[union-attr]
-    before = [p.detach().clone() for p in params.values()]
-    for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0
-    optimizer.step()
-    assert same_bits(before, [p.detach() for p in params.values()])
 
 
 # ------------------------------------------------------------------ state
@@ -816,7 +811,7 @@ DEVIATIONS: dict[str, tuple[str, str]] = {
     ),
     "no foreach, fused, differentiable, capturable or maximize": (
         "there is one implementation for each device, and no flag is ignored",
-        "test_switches_of_torch_are_refused_unless_they_are_off",
+        "test_switches_of_torch_and_keys_that_nobody_reads_are_refused",
     ),
     "loaded state is copied; torch shares it with the state dict": (
         "the next step would write into the state dict",

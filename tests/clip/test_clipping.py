@@ -12,13 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -28,7 +22,7 @@ from muonmesh.clip.norm_means import DECAY, SPIKE, WARM_UP
 from muonmesh.comm.storage import local_of
 from muonmesh.numerics.rules import RULES, MuonRule, Rule
 from muonmesh.step.runtime import Driver
-from tests.support import layouts, problem
+from tests.support import layouts, problem, saving
 from tests.support.meshes import mesh_of
 from tests.support.on_ranks import on_ranks
 
@@ -336,11 +330,10 @@ def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
 
 
 def test_norms_that_stay_large_are_taken_in_the_end() -> None:
-    weight, bias, optimizer = small_model()
+    *parameters, optimizer = small_model()
     skipped = []
     for step in range(60):
-        weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), 1.0 if step < 20 else 10.0)
-        skipped.append(bool(optimizer.clip_grad_norm_(1.0, skip_above="4x").skipped))
+        skipped.append(bool(clip_ones(*parameters, optimizer, 1.0 if step < 20 else 10.0).skipped))
         optimizer.step()
     assert skipped == [20 <= step < 39 for step in range(60)]  # 1.05**19 > 10 / 4
 
@@ -379,24 +372,23 @@ def test_each_step_counts_the_norms_of_the_last_call_before_it() -> None:
 
 
 def test_an_overflow_that_clipping_did_not_see_counts_nothing() -> None:
-    weight, bias, optimizer = small_model()
+    *parameters, optimizer = small_model()
     for overflow in (0.0, 1.0):
-        weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
-        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        clip_ones(*parameters, optimizer)
         optimizer.found_inf = torch.tensor(overflow)  # type: ignore[attr-defined]
         optimizer.step()
     assert means_of(optimizer)[1] == (1, 1, 1)
 
 
 def test_a_group_that_is_added_takes_the_means_of_the_others() -> None:
-    weight, bias, optimizer = small_model()
+    *parameters, optimizer = small_model()
     more = nn.Parameter(torch.ones(3))
     for step in range(3):
         if step == 1:
             optimizer.state_dict()
             optimizer.add_param_group({"params": [("more", more)], "algorithm": "adamw", "name": "more"})
-        weight.grad, bias.grad, more.grad = torch.ones(6, 4), torch.ones(5), torch.ones(3)
-        optimizer.clip_grad_norm_(1.0, skip_above="4x")
+        more.grad = torch.ones(3)
+        clip_ones(*parameters, optimizer)
         optimizer.step()
     assert means_of(optimizer)[1] == (3, 3, 3)
 
@@ -415,9 +407,8 @@ def test_means_that_no_step_leaves_are_refused(means: Any) -> None:
 
 
 def test_a_state_without_means_begins_anew() -> None:
-    weight, bias, optimizer = small_model()
-    weight.grad, bias.grad = torch.ones(6, 4), torch.ones(5)
-    optimizer.clip_grad_norm_(1.0, skip_above="4x")
+    *parameters, optimizer = small_model()
+    clip_ones(*parameters, optimizer)
     optimizer.step()
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
@@ -443,9 +434,7 @@ def model_of(holding: layouts.Held) -> nn.Module:
     return bag
 
 
-def of_torch(holding: layouts.Held, optimizer: mm.Muon, flatten: bool) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    return {"optimizer": get_optimizer_state_dict(model_of(holding), optimizer, options=options)}
+WAYS: tuple[saving.How, ...] = ("torch's", "flat", "ours")
 
 
 def save_means(path: str) -> Any:
@@ -453,9 +442,8 @@ def save_means(path: str) -> Any:
     holding = problem.holding("fsdp")
     optimizer = problem.optimizer_of(holding, **FP32)
     steps_skipped(holding, optimizer, 0, WARM_UP + 2)
-    for flatten in (False, True):
-        dcp.save(of_torch(holding, optimizer, flatten), checkpoint_id=f"{path}/{flatten}")
-    mm.checkpoint.save(f"{path}/ours", model_of(holding), optimizer)
+    for how in WAYS:
+        saving.save(f"{path}/{how}", model_of(holding), optimizer, how)
     saved = means_of(optimizer)
     skipped = steps_skipped(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
     return saved, skipped, means_of(optimizer), holding.whole(optimizer)
@@ -464,19 +452,13 @@ def save_means(path: str) -> Any:
 def load_means(layout: str, path: str) -> Any:
     """What each way of saving brings, and what comes of it."""
     results = []
-    for kind in ("False", "True", "ours"):
+    for how in WAYS:
         holding = problem.holding(layout)
         optimizer = problem.optimizer_of(holding, **FP32)
-        if kind == "ours":
-            mm.checkpoint.load(f"{path}/ours", model_of(holding), optimizer)
-        else:
-            state = of_torch(holding, optimizer, kind == "True")
-            dcp.load(state, checkpoint_id=f"{path}/{kind}")
-            options = StateDictOptions(flatten_optimizer_state_dict=kind == "True")
-            set_optimizer_state_dict(model_of(holding), optimizer, state["optimizer"], options=options)
+        saving.load(f"{path}/{how}", model_of(holding), optimizer, how)
         loaded = means_of(optimizer)
         skipped = steps_skipped(holding, optimizer, WARM_UP + 2, WARM_UP + 4)
-        results.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer) if kind == "ours" else {}))
+        results.append((loaded, skipped, means_of(optimizer), holding.whole(optimizer)))
     return results
 
 
@@ -494,7 +476,7 @@ def test_means_are_saved_and_go_on_in_another_layout(workers, tmp_path: Path, ra
             assert loaded == saved
             assert again == skipped
             assert later == after if layout == "fsdp" else later[0] == pytest.approx(after[0], rel=1e-12)
-            assert not whole or problem.differing(whole, result) == []
+            assert problem.differing(whole, result) == []
 
 
 def with_a_vector_on_half(waits: bool | None) -> Any:
@@ -608,6 +590,12 @@ def test_ranks_that_own_nothing_decide_as_the_others_do(waits: bool | None) -> N
     assert skipped
     assert weight.to_local().numel() == [6, 6, 0, 0][dist.get_rank()]
     assert moved == [True, False, True]
+
+
+def clip_ones(weight: nn.Parameter, bias: nn.Parameter, optimizer: mm.Muon, size: float = 1.0) -> Any:
+    """Clip gradients of ones, those of the vector times a size."""
+    weight.grad, bias.grad = torch.ones(6, 4), torch.full((5,), size)
+    return optimizer.clip_grad_norm_(1.0, skip_above="4x")
 
 
 def small_model(process_group: Any = None) -> tuple[nn.Parameter, nn.Parameter, mm.Muon]:
@@ -863,36 +851,36 @@ def test_a_gradient_without_data_is_refused() -> None:
         optimizer.clip_grad_norm_(1.0)
 
 
-def bad_gradient(how: str, waits: bool | None) -> None:
-    """On the last rank only."""
+@pytest.mark.parametrize(
+    ("how", "waits", "error", "message"),
+    [
+        ("sparse", None, TypeError, "bias: found a gradient with layout"),
+        ("sparse", False, TypeError, "bias: found a gradient with layout"),
+        ("argument", None, ValueError, r"skip_above: found -1\.0"),
+    ],
+)
+@on_ranks(2, timeout=10)
+def test_what_is_wrong_on_one_rank_ends_on_every_rank(
+    how: str, waits: bool | None, error: type[Exception], message: str
+) -> None:
     weight, bias, optimizer = small_model("world")
     optimizer._runtime.driver = Driver(waits)
     weight.grad, bias.grad = torch.full((6, 4), 9.0), torch.full((5,), 9.0)
     arguments: dict[str, Any] = {}
-    if dist.get_rank() == 1:
-        if how == "sparse":
-            bias.grad = torch.full((5,), 9.0).to_sparse()
-        elif how == "argument":
-            arguments["skip_above"] = -1.0
-    try:
+    if dist.get_rank() == 1 and how == "sparse":
+        bias.grad = torch.full((5,), 9.0).to_sparse()
+    elif dist.get_rank() == 1:
+        arguments["skip_above"] = -1.0
+
+    def clip_and_step() -> None:
         optimizer.clip_grad_norm_(1.0, policy="all", **arguments)
         for _ in range(2):
             optimizer.step()
-    finally:
-        assert torch.equal(weight, torch.ones(6, 4))  # nothing has been written
-        assert waits is False or torch.equal(weight.grad, torch.full((6, 4), 9.0))
 
-
-@pytest.mark.parametrize(("how", "waits"), [("sparse", None), ("sparse", False), ("argument", None)])
-def test_what_is_wrong_on_one_rank_ends_on_every_rank(workers, how: str, waits: bool | None) -> None:
-    messages = {"sparse": "bias: found a gradient with layout", "argument": "skip_above: found -1.0"}
-    outcomes = workers(2).run_expecting_errors(bad_gradient, how, waits)
-    assert [outcome.error for outcome in outcomes] == [
-        mm.PlanError,
-        {"sparse": TypeError, "argument": ValueError}[how],
-    ]
-    assert all(messages[how] in outcome.message for outcome in outcomes)
-    assert all(outcome.seconds < 10 for outcome in outcomes)
+    with pytest.raises(error if dist.get_rank() == 1 else mm.PlanError, match=message):
+        clip_and_step()
+    assert torch.equal(weight, torch.ones(6, 4))  # nothing has been written
+    assert waits is False or torch.equal(weight.grad, torch.full((6, 4), 9.0))
 
 
 @pytest.mark.parametrize("skip_above", [math.inf, "4x"])
@@ -915,26 +903,17 @@ def test_all_stages_clip_again_where_one_plans_again(skip_above: float | str) ->
     assert norm == pytest.approx(25**0.5, rel=1e-6)
 
 
-def another_policy_on_one_stage(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Ranks 0 and 1 are one stage, 2 and 3 the other; the first two ask for one policy and the others for another."""
-    stage, mesh = half_mesh()
-    weight = with_gradient(mesh, Shard(0), torch.ones(4, 6))
-    optimizer = mm.Muon([(f"{stage}.weight", weight)], lr=0.1)
-    try:
-        optimizer.clip_grad_norm_(1.0, **(second if stage else first), process_group=dist.group.WORLD)
-    finally:
-        assert torch.equal(weight.grad.to_local(), torch.ones(2, 6))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"policy": "all"}, {"policy": "adamw_only"}), ({"skip_above": "4x"}, {"skip_above": 4.0})],
     ids=["policy", "skip_above"],
 )
-def test_stages_with_other_arguments_end_in_an_error_on_all(
-    workers, first: dict[str, Any], second: dict[str, Any]
-) -> None:
-    outcomes = workers(4).run_expecting_errors(another_policy_on_one_stage, first, second)
-    assert [outcome.error for outcome in outcomes] == [mm.PlanError] * 4
-    assert all("policy" in outcome.message and "skip_above" in outcome.message for outcome in outcomes)
-    assert all(outcome.seconds < 10 for outcome in outcomes)
+@on_ranks(4, timeout=10)
+def test_stages_with_other_arguments_end_in_an_error_on_all(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Ranks 0 and 1 are one stage, 2 and 3 the other; the first two ask for one policy and the others for another."""
+    stage, mesh = half_mesh()
+    weight = with_gradient(mesh, Shard(0), torch.ones(4, 6))
+    optimizer = mm.Muon([(f"{stage}.weight", weight)], lr=0.1)
+    with pytest.raises(mm.PlanError, match=r"(?s)policy.*skip_above"):
+        optimizer.clip_grad_norm_(1.0, **(second if stage else first), process_group=dist.group.WORLD)
+    assert torch.equal(weight.grad.to_local(), torch.ones(2, 6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,14 +194,15 @@ def missing_under_hsdp(kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["shard", "all"])
-def test_a_shard_missing_on_all_its_replicas_counts_as_zero(workers, kind: str) -> None:
-    assert workers(4).run(missing_under_hsdp, kind) == [True] * 4
+@on_ranks(4)
+def test_a_shard_missing_on_all_its_replicas_counts_as_zero(kind: str) -> None:
+    assert missing_under_hsdp(kind)
 
 
-def test_a_shard_missing_on_one_replica_is_an_error_everywhere(workers) -> None:
-    outcomes = workers(4).run_expecting_errors(missing_under_hsdp, "replica")
-    assert [outcome.error for outcome in outcomes] == [mm.PlanError] * 4
-    assert all("replicas would drift apart" in outcome.message for outcome in outcomes)
+@on_ranks(4)
+def test_a_shard_missing_on_one_replica_is_an_error_everywhere() -> None:
+    with pytest.raises(mm.PlanError, match="replicas would drift apart"):
+        missing_under_hsdp("replica")
 
 
 @on_ranks(2, timeout=10)
@@ -219,42 +221,28 @@ def test_an_adamw_gradient_missing_on_one_replica_is_an_error_everywhere() -> No
 
 
 def wrong(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rank = dist.get_rank()
-    weight = nn.Parameter(torch.ones(4, 6))
-    layouts: Any = {"w": (mesh, [Shard(0)])}
-    if kind == "placements":
-        layouts = {"w": (mesh, [Shard(0), Shard(1)])}
-    elif kind == "dim":
-        layouts = {"w": (mesh, [Shard(2)])}
-    elif kind == "entry":
-        layouts = {"w": "Shard(0)"}
-    elif kind == "partial":
-        layouts = {"w": (mesh, [Partial()])}
-    elif kind == "shape":
-        layouts = {"w": (mesh, [Shard(0)], (9, 6))}
-    elif kind == "name":
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    entries: dict[str, Callable[[], Any]] = {
+        "placements": lambda: (mesh, [Shard(0), Shard(1)]),
+        "dim": lambda: (mesh, [Shard(2)]),
+        "entry": lambda: "Shard(0)",
+        "partial": lambda: (mesh, [Partial()]),
+        "shape": lambda: (mesh, [Shard(0)], (9, 6)),
+        "one rank": lambda: (mesh, [Shard(rank)]),
+        "flat": lambda: FlatShards.cut((4, 6), (0, 1), [0, 11, 24]),
+        "flat gap": lambda: FlatShards.cut((4, 6), (0, 1), [0, 12, 23]),
+        "flat differs": lambda: FlatShards.cut((6, 4) if rank else (4, 6), (0, 1), [0, 12, 24]),
+    }
+    layouts = {"w": entries.get(kind, lambda: (mesh, [Shard(0)]))()}
+    shapes = {"one shape": (4 + rank, 6), "flat": (12,), "flat differs": (12,), "flat gap": (12 - rank,)}
+    weight = nn.Parameter(torch.ones(shapes.get(kind, (4, 6))))
+    if kind == "name":
         layouts["weight"] = (mesh, [Shard(0)])
     elif kind == "dtensor":
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]))
-    elif kind == "one rank":
-        layouts = {"w": (mesh, [Shard(rank)])}
-    elif kind == "one shape":
-        weight = nn.Parameter(torch.ones(4 + rank, 6))
     elif kind == "attribute":
         weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         mm.Muon([{"params": [("w", weight)]}], process_group="world").explain()
-    elif kind == "flat":
-        weight = nn.Parameter(torch.ones(12))
-        layouts = {"w": FlatShards.cut((4, 6), (0, 1), [0, 11, 24])}
-    elif kind == "flat gap":
-        weight = nn.Parameter(torch.ones(12 - rank))
-        layouts = {"w": FlatShards.cut((4, 6), (0, 1), [0, 12, 23])}
-    elif kind == "flat differs":
-        weight = nn.Parameter(torch.ones(12))
-        layouts = {"w": FlatShards.cut((4, 6), (0, 1), [0, 12, 24] if rank else [0, 12, 24][::1])}
-        if rank:
-            layouts = {"w": FlatShards.cut((6, 4), (0, 1), [0, 12, 24])}
     optimizer = mm.Muon([{"params": [("w", weight)]}], layouts=layouts)
     weight.grad = torch.ones_like(weight)
     optimizer.step()

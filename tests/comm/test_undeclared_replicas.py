@@ -293,46 +293,25 @@ def experts(kind: str, algorithm: str, process_group: str | None) -> float:
     return float(norm)
 
 
+OF_WEIGHTS, OF_GRADIENTS = "different weights on the ranks", "different gradients of equal weights on the ranks"
+
+
 @pytest.mark.parametrize(
-    ("kind", "algorithm", "process_group", "message"),
+    ("kind", "algorithm", "process_group", "difference"),
     [
         ("weights dtensor", "muon", None, ""),  # two parameters of one name: bits say so
-        (
-            "zeros dtensor",
-            "muon",
-            None,
-            "expert: Parameters of this name have different gradients of equal weights on the ranks (0, 2) and",
-        ),
-        (
-            "zeros dtensor",
-            "adamw",
-            "auto",
-            "expert: Parameters of this name have different gradients of equal weights on the ranks (0, 2)",
-        ),
+        ("zeros dtensor", "muon", None, f"{OF_GRADIENTS} (0, 2) and"),
+        ("zeros dtensor", "adamw", "auto", f"{OF_GRADIENTS} (0, 2)"),
         ("zeros dtensor", "muon", "local", ""),
-        (
-            "weights plain",
-            "muon",
-            None,
-            "expert: Parameters of this name have different weights on the ranks (0,) and (1,)",
-        ),
-        (
-            "weights plain",
-            "adamw",
-            "auto",
-            "expert: Parameters of this name have different weights on the ranks (0,) and (1,)",
-        ),
-        (
-            "zeros plain",
-            "adamw",
-            None,
-            "expert: Parameters of this name have different gradients of equal weights on the ranks (0,) and",
-        ),
+        ("weights plain", "muon", None, f"{OF_WEIGHTS} (0,) and (1,)"),
+        ("weights plain", "adamw", "auto", f"{OF_WEIGHTS} (0,) and (1,)"),
+        ("zeros plain", "adamw", None, f"{OF_GRADIENTS} (0,) and"),
     ],
 )
 def test_parameters_of_one_name_that_are_no_copies(
-    workers, kind: str, algorithm: str, process_group: str | None, message: str
+    workers, kind: str, algorithm: str, process_group: str | None, difference: str
 ) -> None:
+    message = f"expert: Parameters of this name have {difference}" if difference else ""
     outcomes = workers(4).run_expecting_errors(experts, kind, algorithm, process_group, timeout=30)
     for outcome in outcomes:
         assert outcome.error is (mm.LayoutError if message else None), outcome.message

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from muonmesh.groups import split_params
+from tests.support.on_ranks import on_ranks
 from tests.support.samples import one_in
-from tests.support.workers import Pool
 
 WIDTH, VOCAB = 8, 11
 
@@ -314,8 +314,7 @@ class Traceable(nn.Module):
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.output(x)
-        return out
+        return self.output(x)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -387,19 +386,13 @@ def test_a_tie_that_sharding_has_broken_is_refused() -> None:
     assert "embed.weight" in decided(whole.held_by(model))
 
 
-def _broken_tie() -> str:
+@on_ranks(2)
+def test_parallelize_module_breaks_a_tie() -> None:
     model = Model(nn.ModuleList([Plain()]))
     model.output.weight = model.embed.weight
     whole = split_params(model)
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    try:
+    message = r"^output\.weight: found a parameter apart from embed\.weight, to which it was tied"
+    with pytest.raises(ValueError, match=message):
         whole.held_by(model)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_parallelize_module_breaks_a_tie(workers: Callable[[int], Pool]) -> None:
-    for message in workers(2).run(_broken_tie):
-        assert message.startswith("output.weight: found a parameter apart from embed.weight, to which it was tied")

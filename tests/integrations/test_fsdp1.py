@@ -15,6 +15,7 @@ import muonmesh as mm
 from muonmesh.integrations.fsdp1 import declared_layouts
 from muonmesh.names import canonical_name
 from tests.support.meshes import mesh_of
+from tests.support.on_ranks import on_ranks
 
 COVERS = ("integrations.fsdp1.declared_layouts",)
 
@@ -66,7 +67,11 @@ def backward_of_rank(model: nn.Module, step: int) -> None:
     model(torch.randint(0, 11, (5,), generator=generator)).square().mean().backward()
 
 
-def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float]:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("FULL_SHARD", 2), ("NO_SHARD", 2), ("SHARD_GRAD_OP", 4), ("HYBRID_SHARD", 4)]
+)
+@on_ranks()
+def test_fsdp1_has_the_bits_of_one_process_saved_in_the_middle(strategy: str) -> None:
     """Step under FSDP1, and a copy with the same gradients alone; return what differs, who is flat, and a norm."""
     wrapped, optimizer = trainable(strategy)
     alone = Net()
@@ -97,17 +102,9 @@ def train_beside_one_process(strategy: str) -> tuple[list[str], list[str], float
             if not torch.equal(value, alone.get_parameter(name))
         ]
     described = [line for line in str(optimizer.explain()).splitlines() if "flat×" in line]
-    return differing, described, float(norms) - float(norm_alone)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("FULL_SHARD", 2), ("NO_SHARD", 2), ("SHARD_GRAD_OP", 4), ("HYBRID_SHARD", 4)]
-)
-def test_fsdp1_has_the_bits_of_one_process_saved_in_the_middle(workers, strategy: str, ranks: int) -> None:
-    for differing, described, apart in workers(ranks).run(train_beside_one_process, strategy):
-        assert differing == []
-        assert bool(described) == (strategy != "NO_SHARD")
-        assert abs(apart) < 1e-12  # ranks add squares in another order
+    assert differing == []
+    assert bool(described) == (strategy != "NO_SHARD")
+    assert abs(float(norms) - float(norm_alone)) < 1e-12  # ranks add squares in another order
 
 
 def wrapped_after(declare: bool) -> None:
@@ -128,7 +125,8 @@ def test_an_optimizer_made_before_the_wrapper_is_told_of_it(workers) -> None:
     workers(2).run(wrapped_after, True)
 
 
-def flat_parameters() -> str:
+@on_ranks(2)
+def test_the_parameters_that_a_flat_one_replaced_are_told_of() -> None:
     """What is said of parameters that are flat ones alone, and at the hundredth step of those that they replaced."""
     model = Net()
     optimizer = mm.from_model(model, process_group="world", **SETTINGS)
@@ -139,13 +137,8 @@ def flat_parameters() -> str:
         for _ in range(100):
             optimizer.step()
     (message,) = [str(warning.message) for warning in caught]
-    return message
-
-
-def test_the_parameters_that_a_flat_one_replaced_are_told_of(workers) -> None:
-    for message in workers(2).run(flat_parameters):
-        assert "nothing else had one either" in message
-        assert "make the optimizer after what replaces parameters (FSDP1" in message
+    assert "nothing else had one either" in message
+    assert "make the optimizer after what replaces parameters (FSDP1" in message
 
 
 def test_a_model_without_the_wrapper_has_no_layouts_of_fsdp1() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.support.on_ranks import on_ranks
 from tests.support.stamps import Weights, declared_layouts_of
 
 
@@ -84,12 +85,9 @@ CLASSES: dict[str, tuple[Weights, dict[str, Placement]]] = {
 }
 
 
-def differing_layouts(case: str) -> list[str]:
+@pytest.mark.parametrize("case", CLASSES)
+@on_ranks(2)
+def test_each_rank_holds_what_the_attributes_say(case: str) -> None:
     """The parameters that this rank does not hold as their layouts say."""
     weights, corrected = CLASSES[case]
-    return declared_layouts_of(weights, dist.group.WORLD, None, dist.get_rank(), 2, corrected)[2]
-
-
-@pytest.mark.parametrize("case", CLASSES)
-def test_each_rank_holds_what_the_attributes_say(workers, case: str) -> None:
-    assert workers(2).run(differing_layouts, case) == [[], []]
+    assert declared_layouts_of(weights, dist.group.WORLD, None, dist.get_rank(), 2, corrected)[2] == []

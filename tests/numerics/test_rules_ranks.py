@@ -16,14 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -34,7 +29,7 @@ from muonmesh.numerics.rules import register_rule
 from muonmesh.step.connection import placed_members
 from muonmesh.step.runtime import Driver
 from muonmesh.testing import prove_rule
-from tests.support import layouts, problem, soap
+from tests.support import layouts, problem, saving, soap
 from tests.support.meshes import mesh_of
 from tests.support.on_ranks import on_ranks
 from tests.support.pages import run as run_page
@@ -242,33 +237,15 @@ def build_ruled(layout: str, rule: str = "normuon") -> tuple[nn.Module, mm.Muon]
     return model, mm.Muon(ruled(problem.groups(model), rule), **settings)
 
 
-def states(model: nn.Module, optimizer: mm.Muon, options: StateDictOptions) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-
-
-def save_in_the_middle(layout: str, path: str, how: str, rule: str) -> None:
+def save_in_the_middle(layout: str, path: str, how: saving.How, rule: str) -> None:
     model, optimizer = build_ruled(layout, rule)
     problem.advance(model, optimizer, 0, 2)
-    if how == "ours":
-        mm.checkpoint.save(path, model, optimizer)
-    else:
-        options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
-        dcp.save(states(model, optimizer, options), checkpoint_id=path)
+    saving.save(path, model, optimizer, how)
 
 
-def resume_in_the_middle(layout: str, path: str, how: str, rule: str) -> list[str]:
+def resume_in_the_middle(layout: str, path: str, how: saving.How, rule: str) -> list[str]:
     model, optimizer = build_ruled(layout, rule)
-    if how == "ours":
-        mm.checkpoint.load(path, model, optimizer)
-    else:
-        options = StateDictOptions(flatten_optimizer_state_dict=how == "flat")
-        state = states(model, optimizer, options)
-        dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    saving.load(path, model, optimizer, how)
     problem.advance(model, optimizer, 2, STEPS)
     return differing_blocks(optimizer, rule, FP32)
 

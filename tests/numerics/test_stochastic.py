@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import muonmesh as mm
 from muonmesh.layout.region import Block, Piece, Region, number_in_whole, overlap
 from muonmesh.numerics.coefficients import coefficient_schedule
 from muonmesh.numerics.stochastic import Rounding, keys_of
-from tests.support import problem
+from tests.support import problem, saving
 from tests.support.reference import reference_step
 
 COVERS = (
@@ -138,10 +137,8 @@ def test_a_resumed_run_has_the_same_bits(how: str, tmp_path: Path) -> None:
     if how == "a state dict":
         fresh.load_state_dict(saved)
     else:
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
-        state = {"optimizer": get_optimizer_state_dict(twin, fresh)}
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_optimizer_state_dict(twin, fresh, state["optimizer"])
+        saving.save(tmp_path, model, optimizer, "torch's")
+        saving.load(tmp_path, twin, fresh, "torch's")
     assert [(g["stochastic_rounding"], g["steps_taken"]) for g in fresh.param_groups] == [(5, 2)] * 2
     problem.advance(twin, fresh, 2, 3)
     expected = problem.result(*trained_in_bfloat16(3, stochastic_rounding=5))

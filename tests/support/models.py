@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,3 +208,16 @@ class OpaqueProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return gradients[0] @ weight, gradients[0].flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Calls(nn.Module):
+    """A model of named layers, whose forward is a function of them and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
