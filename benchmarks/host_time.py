@@ -81,7 +81,8 @@ def pretend_device(shrunk: int) -> None:
     triton_launch.device_of = lambda tensor: torch.device("cuda:0")
 
     def products(kernels: Any, *, rows: int, cols: int, **others: Any) -> Any:
-        return triton_products(batch_limit=max(1, (1 << 30) // (rows * cols * 2 * shrunk**2)))
+        rows, cols = rows * shrunk, cols * shrunk
+        return triton_products(batch_limit=max(1, (1 << 30) // (rows * cols * 2)), rows=rows, cols=cols)
 
     resolve_method = newton_schulz.resolve_method
 

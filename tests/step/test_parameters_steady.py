@@ -26,6 +26,8 @@ from tests.support.tensors import random_step, weights_and_state
 COVERS = (
     "step.parameters.ReadyParameters",
     "step.parameters.steady",
+    "step.parameters.Snapshot",
+    "comm.storage.any_is_freed",
     "settings.reading.GroupRead",
     "comm.views.Elements",
     "step.replicas.said_of_settings",
@@ -239,6 +241,65 @@ def test_a_gradient_of_another_form_is_looked_at(kind: str, monkeypatch: pytest.
         optimizer.step()
         assert torch.equal(momentum, before) == (kind == "missing")
     assert len(names) == (4 if kind == "another dtype" else 0)  # which needs another plan; else no state has moved
+
+
+def snapshot_of_two() -> tuple[list[nn.Parameter], dict[torch.Tensor, dict[str, Any]], parameters.Snapshot]:
+    weights = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 6))]
+    state: dict[torch.Tensor, dict[str, Any]] = {
+        weight: {"momentum_buffer": torch.ones_like(weight)} for weight in weights
+    }
+    return weights, state, parameters.Snapshot(weights, [*state.values()], state)
+
+
+STATE_CHANGES: dict[str, Callable[[list[nn.Parameter], dict[torch.Tensor, dict[str, Any]]], object]] = {
+    "another key": lambda weights, state: state[weights[1]].update(other=torch.ones(1)),
+    "a key by another name": lambda w, state: state[w[0]].update(other=state[w[0]].pop("momentum_buffer")),
+    "no key": lambda weights, state: state[weights[0]].clear(),
+    "another entry": lambda weights, state: state.update({weights[0]: {**state[weights[0]]}}),
+    "an entry of another parameter": lambda w, state: state.update({nn.Parameter(torch.ones(2)): state.pop(w[1])}),
+    "an entry more": lambda weights, state: state.update({nn.Parameter(torch.ones(2)): {}}),
+    "entries in another order": lambda w, state: state.update({w[0]: state[w[1]], w[1]: state[w[0]]}),
+    "another momentum": lambda w, state: state[w[0]].update(momentum_buffer=state[w[0]]["momentum_buffer"].clone()),
+    "momentum of fewer rows": lambda w, state: setattr(m := state[w[1]]["momentum_buffer"], "data", m.data[:3]),
+    "momentum of another dtype": lambda w, s: setattr(m := s[w[1]]["momentum_buffer"], "data", m.view(torch.int32)),
+    "a weight of another shape": lambda weights, state: setattr(weights[1], "data", weights[1].data.view(6, 4)),
+    "a weight of fewer rows": lambda weights, state: setattr(weights[1], "data", weights[1].data[:3]),
+    "a transposed weight": lambda weights, state: setattr(weights[0], "data", weights[0].data.t()),
+    "a weight elsewhere": lambda weights, state: setattr(weights[0], "data", weights[0].data.clone()),
+}
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES)
+def test_a_snapshot_sees_what_has_changed_of_weights_and_state(change: str) -> None:
+    weights, state, snapshot = snapshot_of_two()
+    assert snapshot.is_current(state)
+    STATE_CHANGES[change](weights, state)
+    assert not snapshot.is_current(state)
+
+
+def test_a_snapshot_sees_which_gradients_have_moved_and_which_were_freed() -> None:
+    """Gradients may lie in one flat buffer, of which a part is freed."""
+    weights, _, snapshot = snapshot_of_two()
+    versions = []
+    for _ in range(2):
+        flat = torch.randn(16 + 24)
+        weights[0].grad, weights[1].grad = flat[:16].view(4, 4), flat[16:].view(4, 6)
+        for _ in range(2):
+            gradients = snapshot.gradients()
+            assert gradients is not None
+            assert [gradient.data_ptr() for gradient in gradients] == snapshot.version
+            versions.append(snapshot.version)
+    first, second, third, fourth = versions
+    assert first is second is not third is fourth
+    for freed in (1, 24, 40):
+        flat = torch.randn(16 + 24)
+        weights[0].grad, weights[1].grad = flat[:16].view(4, 4), flat[16:].view(4, 6)
+        flat.untyped_storage().resize_(4 * (40 - freed))
+        assert snapshot.gradients() is None
+    empty = nn.Parameter(torch.empty(0, 4))
+    empty.grad = torch.ones(8, 4)[8:]
+    empty.grad.untyped_storage().resize_(0)
+    assert parameters.Snapshot([empty], [], {}).gradients() is not None
 
 
 def test_a_first_gradient_after_steps_without_one_creates_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add, lt, mul
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -30,9 +31,18 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def is_freed(local: Tensor) -> bool:
     """Return whether the memory of a dense local tensor is smaller than its elements need, so that it was freed."""
-    if local.is_meta or not local.numel():
-        return False
-    return local.untyped_storage().nbytes() < (local.storage_offset() + _reach(local)) * local.itemsize
+    return not local.is_meta and any_is_freed([local], [bytes_of(local)])
+
+
+def bytes_of(local: Tensor) -> int:
+    """Return how many bytes a tensor spans, from its first element to its last; far below 0 if it has none."""
+    return _reach(local) * local.itemsize if local.numel() else -(1 << 62)  # needs no memory, wherever it begins
+
+
+def any_is_freed(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Return whether the memory of one of many dense tensors was freed; ``sizes`` are their `bytes_of`."""
+    starts = map(mul, map(Tensor.storage_offset, tensors), map(Tensor.element_size, tensors))
+    return any(map(lt, map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)), map(add, starts, sizes)))
 
 
 def _reach(local: Tensor) -> int:

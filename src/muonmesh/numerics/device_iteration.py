@@ -42,11 +42,11 @@ class _Iterates:
         following: Memory for the next iterates.
         result: Memory for the last iterates, of a dtype that can hold the result.
         inverse: 1/ν, (batch, 1, 1).
-        of_gram: `_GRAM`/ν², likewise.
+        inverse_square: 1/ν², likewise.
     """
 
     inverse: Tensor
-    of_gram: Tensor
+    inverse_square: Tensor
 
     def __init__(self, x: Tensor, following: Tensor, out: Tensor, *, turns: int) -> None:
         self.x, self.following = x, following
@@ -58,19 +58,18 @@ class _Iterates:
     def load(self, matrices: Tensor, by_kernel: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None) -> None:
         """Write matrices to X, with a norm ν in [2¹², 2¹³); ``by_kernel`` is `Matmuls.normalize`."""
         if by_kernel is None or matrices.dtype not in DTYPES:
-            self.inverse, inverse_square = normalize(matrices, self.x)
+            self.inverse, self.inverse_square = normalize(matrices, self.x)
         else:
             shape, dtype = self.x.shape, matrices.dtype
             if matrices.shape != shape or not matrices.is_contiguous():
                 fits = dtype.itemsize == self.x.dtype.itemsize
                 wide = self.x.view(dtype) if fits else torch.empty(shape, dtype=dtype, device=matrices.device)
                 matrices = wide.copy_(matrices if matrices.shape == shape else matrices.mT)
-            self.inverse, inverse_square = by_kernel(matrices, self.x)
-        self.of_gram = inverse_square * _GRAM
+            self.inverse, self.inverse_square = by_kernel(matrices, self.x)
 
     def divide(self, inverse: Tensor) -> None:
         """Multiply 1/ν² by numbers, and 1/ν by their roots."""
-        self.inverse, self.of_gram = self.inverse * inverse.sqrt(), self.of_gram * inverse
+        self.inverse, self.inverse_square = self.inverse * inverse.sqrt(), self.inverse_square * inverse
 
 
 class DeviceIteration:
@@ -204,7 +203,7 @@ class DeviceIteration:
 
     def _factor_by_table(self) -> tuple[Tensor, float, float]:
         """As `_factor`, of three polynomials of X/(n·ν), where n·ν is (Σσ⁸)^⅛ and each matrix has its own row."""
-        factor, scales = factor_by_table(self._gram(FIRST_GRAM / _GRAM, lasts=True), self._squares, self._matmuls)
+        factor, scales = factor_by_table(self._gram(FIRST_GRAM, lasts=True), self._squares, self._matmuls)
         for iterates, scale in self._by_shape(scales):
             iterates.inverse = iterates.inverse * scale
         return factor, 0.0, FACTOR
@@ -275,11 +274,11 @@ class DeviceIteration:
             self._squares.give(before)
         return out
 
-    def _gram(self, scale: float = 1.0, *, lasts: bool = False) -> Tensor:
-        """Return X Xᵀ of the matrices divided by their norm, times `_GRAM` and ``scale``."""
+    def _gram(self, scale: float = _GRAM, *, lasts: bool = False) -> Tensor:
+        """Return X Xᵀ of the matrices divided by their norm, times a power of two."""
         squares = self._squares.take(lasts=lasts)
         for iterates, square in self._by_shape(squares):
-            self._matmuls.multiply(iterates.x, None, (), square, scale, iterates.of_gram)
+            self._matmuls.multiply(iterates.x, None, (), square, scale, iterates.inverse_square)
         return squares
 
 

@@ -39,7 +39,11 @@ class GroupRead:
         self.rule = check_group(subject, group, read=False)
         fixed = all([key == "params" or _is_fixed(value, lists=True) for key, value in group.items()])
         self.keys, self.contents = [*group], [*group.values()] if fixed else []
-        self._lists = [value for value in self.contents if type(value) is list]
+        self._texts, self._lists = list[list[Any]](), list[list[Any]]()
+        for value in self.contents:
+            if type(value) is list:  # of texts, equal ones are the same to a step, and Python compares whole lists
+                (self._texts if set(map(type, value)) <= {str, type(None)} else self._lists).append(value)
+        self._texts_before = [*map(list, self._texts)]
         self._lengths, self._entries = [*map(len, self._lists)], [*chain.from_iterable(self._lists)]
         self.at_rest, self.terms = float(group["lr"]) == 0, plan_terms(group, self.rule)
 
@@ -47,9 +51,8 @@ class GroupRead:
         """Return whether a group holds the same objects, none of which can change, and its rule is the same."""
         if len(group) != len(self.contents) or not all(map(is_, group.values(), self.contents)):
             return False
-        if [*map(len, self._lists)] != self._lengths:  # an entry has moved to another list, say
-            return False
-        if not all(map(is_, chain.from_iterable(self._lists), self._entries)):
+        same = self._texts == self._texts_before and [*map(len, self._lists)] == self._lengths
+        if not same or not all(map(is_, chain.from_iterable(self._lists), self._entries)):  # one has moved, say
             return False
         return [*group] == self.keys and RULES.get(group["algorithm"]) is type(self.rule)
 

@@ -5,7 +5,8 @@ So are gradients of zero found (`mark_nonzero`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from muonmesh.comm.views import Elements
 from muonmesh.layout.piece_table import NOWHERE, PieceTable, Row
 from muonmesh.numerics.kernels import fused
 from muonmesh.numerics.kernels.pinned_copies import rewrite, upload
+from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.rows import SEARCHED, PieceRows, Place, in_three_dims
 from muonmesh.numerics.kernels.toolchain import DTYPES, is_usable
+from muonmesh.numerics.kernels.triton_launch import is_watched
 from muonmesh.numerics.rules import Rule
 from muonmesh.numerics.rules.muon import MuonRule
 from muonmesh.step.parameter_steps import ParameterStep
-from muonmesh.step.parameters import ReadyParameters
+from muonmesh.step.parameters import ReadyParameters, Snapshot
 
 
 class _Launch(NamedTuple):
@@ -66,32 +69,85 @@ class Repeatable(NamedTuple):
     written: Sequence[Tensor]
 
 
+@dataclass
+class _Search:
+    """The launches that find gradients other than zero, for one stream.
+
+    Attributes:
+        forms: `Snapshot.forms` of the gradients; None: that was unknown.
+        launches: The launches.
+        remaining: The rows that no launch takes.
+        recordings: See `run_again`.
+        version: `Snapshot.version` of the gradients.
+        beside: The tensors on the device that the launches read, besides gradients, when this was their version.
+        programs: The number of programs of each launch.
+    """
+
+    forms: object
+    launches: list[_Launch]
+    remaining: Sequence[Row]
+    recordings: dict[Hashable, Any] = field(default_factory=dict)
+    version: object = None
+    beside: Sequence[Tensor] = ()
+    programs: tuple[int, ...] = ()
+
+
+def vectors_of_stream(vectors: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return `StepPlan.vectors` as the current stream has written them: emptied if another stream was the last."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if vectors.get("where", ()) != stream:
+        vectors.clear()
+        vectors["where"] = stream
+    return vectors
+
+
 def mark_nonzero(
-    table: PieceTable, gradients: Sequence[Tensor | None], counts: Tensor, version: object
+    table: PieceTable,
+    gradients: Sequence[Tensor | None],
+    vectors: dict[str, Any],
+    nonzero: Tensor,
+    snapshot: Snapshot | None,
 ) -> Sequence[Row]:
     """Mark matrices whose gradient is not zero by one launch for each dtype; return the rows that no kernel takes.
 
     Args:
         table: The pieces of all gradients on this rank.
         gradients: The gradients, as the table numbers them.
-        counts: int32 (matrices,), written.
-        version: The same object as long as all gradients are where they were; None if that is unknown.
+        vectors: See `vectors_of_stream`.
+        nonzero: bool (matrices,), written.
+        snapshot: The snapshot that has found the gradients in their forms; None if the step is not steady.
     """
-    if not is_usable(counts.device):
+    if not is_usable(nonzero.device):
         return table.rows
-    gradients_here = [gradients[number] for number in table.parameters]
-    divided: tuple[list[_Launch], list[Row]]
-    last, divided = table.derived.get(_NONZERO, (None, ([], [])))
-    if version is None or last is not version:
+
+    def gradients_of(launch: _Launch) -> list[Tensor]:
+        numbers = [table.parameters[index] for index in launch.parameters]
+        return [gradient for number in numbers if (gradient := gradients[number]) is not None]
+
+    def run(nonzero: Tensor) -> None:
+        for launch in launches:
+            fused.mark_nonzero(launch.pieces, gradients_of(launch), nonzero)
+
+    search: _Search | None = vectors.get(_NONZERO)
+    version = snapshot and snapshot.version
+    if search is None or snapshot is None or search.forms is not snapshot.forms:
+        gradients_here = [gradients[number] for number in table.parameters]
         forms = tuple([None if gradient is None else (0, gradient.dtype) for gradient in gradients_here])
-        divided = _divided(table, _NONZERO, forms, (), SEARCHED)
-        table.derived[_NONZERO] = version, divided
-    launches, remaining = divided
-    for launch in launches:
-        launch.pieces.version = version
-        launch_gradients = [gradient for index in launch.parameters if (gradient := gradients_here[index]) is not None]
-        fused.mark_nonzero(launch.pieces, launch_gradients, counts)
-    return remaining
+        launches, remaining = _divided(table, _NONZERO, forms, (), SEARCHED)
+        search = vectors[_NONZERO] = _Search(snapshot and snapshot.forms, launches, remaining)
+    launches = search.launches
+    if version is None or search.version is not version:
+        for launch in launches:
+            launch.pieces.version = version
+    if version is None or is_watched(nonzero):
+        run(nonzero)
+        return search.remaining
+    if search.version is not version:
+        located = [launch.pieces.of(gradients_of(launch)) for launch in launches]
+        search.version, search.programs = version, tuple([place.programs for place in located])
+        search.beside = [tensor for place in located for tensor in (place.table, place.bases)]
+    run_again(search.recordings, run, [nonzero], search.programs, search.beside)
+    return search.remaining
 
 
 def _divided(
@@ -136,10 +192,17 @@ class ByKernel:
 
     Args:
         ready: The parameters of the step.
+
+    Attributes:
+        kinds_of_rules: What launches depend on in the rules of the groups, besides the numbers in `factors`.
     """
+
+    kinds_of_rules: list[tuple[object, ...]]
 
     def __init__(self, ready: ReadyParameters) -> None:
         self._ready, self._launches_by_table = ready, dict[object, _Launches]()
+        self._lasting = object()  # as long as all tensors but gradients are where they were
+        self._rules: Sequence[Rule | None] = []
         self.begin()
 
     @staticmethod
@@ -149,9 +212,13 @@ class ByKernel:
 
     def begin(self) -> None:
         """Begin a step of parameters that are ready."""
-        self._folding = [_folds_as_muon(rule) for rule in self._ready.rules]
-        self._adding = [_adds(rule) for rule in self._ready.rules]
-        for name in ("active", "_factors"):  # of the step before
+        rules = self._ready.rules
+        if rules is not self._rules:
+            self._rules, self._folding, self._adding = rules, [*map(_folds_as_muon, rules)], [*map(_adds, rules)]
+            numbers = [(rule.momentum, rule.nesterov) if isinstance(rule, MuonRule) else () for rule in rules]
+            self.kinds_of_rules = [*zip(map(type, rules), self._folding, self._adding, numbers, strict=True)]
+        self._vectors = vectors_of_stream(self._ready.vectors, self._ready.device)
+        for name in ("active", "factors"):  # of the step before
             self.__dict__.pop(name, None)
         if self._ready.version is None:
             self._launches_by_table.clear()
@@ -169,7 +236,7 @@ class ByKernel:
         """Decay and update weights, and return the rows that are left."""
         launches, remaining = self._launches("apply", elements, self._weights)
         for launch, entries, weights in launches:
-            keep, size = self._factors
+            keep, size = self.factors
             if self._ready.squares is not None:
                 self._measure(elements, launch, size, self._ready.squares)
             fused.apply(launch.pieces, weights, _masters(entries), elements.buffers, self.active, keep=keep, size=size)
@@ -181,7 +248,7 @@ class ByKernel:
         applies, remaining = self._launches("apply", writes, self._weights)
         if unfolded or remaining or not all([launch.buffered for launch, *_ in folds]):
             return None
-        beside, facts, written = [self.active, *self._factors], list[object](), list[Tensor]()
+        beside, facts, written = [self.active, *self.factors], list[object](), list[Tensor]()
         for launch, entries, momenta in folds:
             rule, located = self._muon(launch), launch.pieces.of(_gradients(entries), momenta, buffers=reads.buffers)
             beside += located.table, located.bases
@@ -242,37 +309,28 @@ class ByKernel:
                 result[0].append((launch, [entry for entry, _ in matched], [pair[0] for _, pair in matched]))
             if ready.codec is None:  # else these tensors last no longer than their matrices need them
                 self._launches_by_table[key] = result
-        for launch, *_ in result[0]:
-            launch.pieces.version = ready.version
+        for launch, *_ in result[0]:  # while all of these last, only gradients move
+            launch.pieces.version = ready.version and (ready.version if kernel == "fold" else self._lasting)
         return result
 
     @cached_property
     def active(self) -> Tensor:
         """For each matrix whether anything is written, bool (n,), on the device; the same memory in every step."""
-        nonzero, vectors = self._ready.nonzero, self._of_stream
+        nonzero, vectors = self._ready.nonzero, self._vectors
         if "active" not in vectors:
             vectors["active"] = torch.empty(len(nonzero), dtype=torch.bool, device=self._ready.device)
-        rewrite(
-            vectors["active"],
-            nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool, device="cpu"),
-        )
         active: Tensor = vectors["active"]
+        if nonzero is not active:
+            rewrite(
+                active,
+                nonzero if isinstance(nonzero, Tensor) else torch.tensor(nonzero, dtype=torch.bool, device="cpu"),
+            )
         return active
 
-    @property
-    def _of_stream(self) -> dict[str, Any]:
-        """The vectors of this plan on the device, which one stream has written."""
-        device, vectors = self._ready.device, self._ready.vectors
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if vectors.get("where", ()) != stream:
-            vectors.clear()
-            vectors["where"] = stream
-        return vectors
-
     @cached_property
-    def _factors(self) -> tuple[Tensor, Tensor]:
+    def factors(self) -> tuple[Tensor, Tensor]:
         """For each matrix the factors of weights and of updates, fp32 (n,) each; in the same memory in every step."""
-        ready, vectors = self._ready, self._of_stream
+        ready, vectors = self._ready, self._vectors
         if "factors" not in vectors:
             kinds: dict[tuple[int | None, int, int], int] = {}  # most matrices are of few groups and shapes
             places = []
@@ -280,22 +338,22 @@ class ByKernel:
                 entry, matrix = ready.entries[assignment.parameter], assignment.matrix
                 kind = None if entry is None else entry.member.group, matrix.rows, matrix.cols
                 places.append(kinds.setdefault(kind, len(kinds)))
-            vectors.update(kinds=list(kinds), places=upload(places, dtype=torch.int64, device=ready.device))
-            vectors["factors"] = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
-        numbers: tuple[list[float], list[float]] = [], []
-        for group, rows, cols in vectors["kinds"]:
-            rule, keep, size = ready.rules[group] if group is not None and self._adding[group] else None, 1.0, 0.0
-            if rule is not None:
-                keep = 1 - float(rule.lr) * rule.weight_decay
-                size = float(rule.lr) * rule.scale(rows, cols)  # a rule may have a scale of its own
-            numbers[0].append(keep)
-            numbers[1].append(size)
-        if vectors.get("numbers") != numbers:
-            factors = upload(numbers, dtype=torch.float64, device=ready.device)
-            vectors["factors"].copy_(factors[:, vectors["places"]])
-            vectors["numbers"] = numbers
-        keep, size = vectors["factors"]
-        return keep, size
+            factors = torch.empty(2, len(places), dtype=torch.float32, device=ready.device)
+            vectors.update(factors=factors, keep=factors[0], size=factors[1], kinds=list(kinds))
+            vectors["places"] = upload(places, dtype=torch.int64, device=ready.device)
+        if vectors.get("rules") is not ready.rules:
+            numbers: tuple[list[float], list[float]] = [], []
+            for group, rows, cols in vectors["kinds"]:
+                rule, keep, size = ready.rules[group] if group is not None and self._adding[group] else None, 1.0, 0.0
+                if rule is not None:
+                    keep = 1 - float(rule.lr) * rule.weight_decay
+                    size = float(rule.lr) * rule.scale(rows, cols)  # a rule may have a scale of its own
+                numbers[0].append(keep)
+                numbers[1].append(size)
+            uploaded = upload(numbers, dtype=torch.float64, device=ready.device)
+            vectors["factors"].copy_(uploaded[:, vectors["places"]])
+            vectors["rules"] = ready.rules
+        return vectors["keep"], vectors["size"]
 
     def _measure(self, elements: Elements, launch: _Launch, size: Tensor, squares: dict[int, list[Tensor]]) -> None:
         """Add up the squares of the steps of a launch, without decay, each element counted once among its copies."""
@@ -314,7 +372,7 @@ def _dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _gradients(entries: Sequence[ParameterStep]) -> list[Tensor]:
-    return [gradient for entry in entries if (gradient := entry.gradient) is not None]
+    return [gradient for entry in entries if (gradient := entry.gradients[entry.number]) is not None]
 
 
 def _masters(entries: Sequence[ParameterStep]) -> list[Tensor]:

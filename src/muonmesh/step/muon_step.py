@@ -25,6 +25,7 @@ from muonmesh.layout.region import row_major
 from muonmesh.numerics.kernels.recording import run_again
 from muonmesh.numerics.kernels.threads import run_all
 from muonmesh.numerics.kernels.triton_launch import is_watched
+from muonmesh.numerics.newton_schulz import Orthogonalizer
 from muonmesh.numerics.rules import parts
 from muonmesh.step.by_kernel import ByKernel, Repeatable
 from muonmesh.step.int8_momentum import Int8Codec
@@ -91,7 +92,7 @@ class MuonStep(StepCallbacks):
         self.summands = RuleSums(ready, self.factored_states)
         self._elementwise: Sequence[Callable[[], None]] = ()
         self._recordings: dict[Hashable, Any] = {}
-        self._places: dict[LocalBatch, tuple[list[int], Repeatable | None, Kind | None, object]] = {}
+        self._places: dict[LocalBatch, tuple[list[object], Repeatable | None, Orthogonalizer | None, object]] = {}
         # Views of rows in tensors that last as long as this object, by the identity of the row and what was read.
         self._row_views: dict[tuple[int, object], Views] = {}
 
@@ -133,24 +134,22 @@ class MuonStep(StepCallbacks):
         if kernels is None or ready.version is None or ready.squares is not None or is_watched(*memory):
             run(*memory)
             return
-        facts = ready.version, ready.rules, kernels.active
-        ids = [*map(id, facts), *map(Tensor.data_ptr, memory)]
-        last, located, kind, _ = self._places.get(batch, ([], None, None, ()))
+        facts = ready.version, kernels.active
+        ids = [kernels.kinds_of_rules, *map(id, facts), *map(Tensor.data_ptr, memory)]
+        last, located, orthogonalizer, _ = self._places.get(batch, ([], None, None, ()))
         if last != ids:
-            located, kind = None, ready.of(batch.assignments[0]).kind
+            located, kind = None, ready.kind_of(batch.assignments[0])
+            orthogonalizer = kind.orthogonalizer
             if _only_orthogonalizes(kind):
                 x, out = batch.buffers(memory)
                 located = kernels.located(Elements(batch.reads, (x,)), Elements(batch.writes, (out,)))
-            self._places[batch] = (
-                ids,
-                located,
-                kind,
-                facts,
-            )  # which stay alive, so that nothing else takes their identity
-        if located is None or kind is None:
+            # The facts stay alive, so that nothing else takes their identity.
+            self._places[batch] = ids, located, orthogonalizer, facts
+        if located is None or orthogonalizer is None:
             run(*memory)
         else:
-            with kind.orthogonalizer.exactly():
+            _ = kernels.factors  # written anew if a rate has changed
+            with orthogonalizer.exactly():
                 run_again(self._recordings, run, memory, (batch, located.facts), located.beside)
             torch.autograd.graph.increment_version(located.written)
 
@@ -158,7 +157,7 @@ class MuonStep(StepCallbacks):
         self, matrices: Sequence[int], batch: Sequence[Tensor], out: Sequence[Tensor], memory: Tensor | None = None
     ) -> None:
         """Orthogonalize matrices of one group, including what their rule does before and afterwards."""
-        kind = self.ready.of(matrices[0]).kind
+        kind = self.ready.kind_of(matrices[0])
         rule = kind.rule
         if kind.balances:
             for number, matrix in zip(matrices, _one_by_one(batch), strict=True):

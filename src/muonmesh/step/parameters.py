@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.sharing import restricted
-from muonmesh.comm.storage import PLAIN, is_freed, local_of, local_shape
+from muonmesh.comm.storage import PLAIN, any_is_freed, bytes_of, local_of, local_shape
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
 from muonmesh.numerics.rules import Rule
@@ -55,6 +55,7 @@ class Snapshot:
     Attributes:
         is_plain: Whether there are tensors, and none is a DTensor or another subclass; nor is a gradient of
             `gradients`.
+        forms: The form of each parameter and its gradient.
         version: All addresses of gradients: another object whenever `gradients` has found them at other addresses than
             before. None before the first call.
     """
@@ -63,19 +64,26 @@ class Snapshot:
         self, parameters: Sequence[Tensor], states: Sequence[dict[str, Any]], state: Mapping[Tensor, Any]
     ) -> None:
         self._parameters, self._states = parameters, states
-        self._contents = self._contents_of(state)
-        self._tensors = [*parameters, *chain.from_iterable(map(dict.values, states))]
+        self._keys, self._entries = [*state], [*state.values()]
+        self._holders, self._names = [entry for entry in states for _ in entry], [*chain.from_iterable(states)]
+        self._state_tensors = [*chain.from_iterable(map(dict.values, states))]
+        self._tensors = [*parameters, *self._state_tensors]
         self.is_plain = bool(self._tensors) and set(map(type, self._tensors)) <= set(PLAIN)
-        _, self._addresses, self._forms = self._places_of(self._tensors)
-        self._forms_of_gradients = [forms[: len(parameters)] for forms in self._forms]
+        _, *self._places = self._places_of(self._tensors)
+        local, _, self.forms = self._places_of([*parameters])
+        self._sizes = [*map(bytes_of, local)]
         self.version: list[int] | None = None
 
     def is_current(self, state: Mapping[Tensor, Any]) -> bool:
         """Return whether the parameters have the same state, and all tensors the same memory and form, as before."""
-        contents, expected = self._contents_of(state), self._contents
-        if len(contents) != len(expected) or not all(map(is_, contents, expected)):
+        if len(state) != len(self._keys) or sum(map(len, self._states)) != len(self._state_tensors):
             return False
-        return self._places_of(self._tensors)[1:] == (self._addresses, self._forms)
+        tensors = map(dict.get, self._holders, self._names)  # a tensor's hash costs more than what is compared
+        before = chain(self._keys, self._entries, self._state_tensors)
+        if not all(map(is_, chain(state, state.values(), tensors), before)):
+            return False
+        _, *places = self._places_of(self._tensors)
+        return places == self._places
 
     def gradients(self) -> list[Tensor] | None:
         """Return the local gradient of each parameter; None if one is missing or has not the form of its parameter."""
@@ -87,27 +95,20 @@ class Snapshot:
             local, addresses, forms = self._places_of(gradients)
         except RuntimeError:  # one that is not dense
             return None
-        if forms != self._forms_of_gradients:
+        if forms != self.forms:
             return None
         if addresses != self.version:  # memory that is where it was has not been freed
-            if any(map(is_freed, local)):
+            if any_is_freed(local, self._sizes):
                 return None
             self.version = addresses
         return local
 
-    def _contents_of(self, state: Mapping[Tensor, Any]) -> list[object]:
-        """Return keys and values of the state, and of the entry of each parameter: a tensor's hash costs more."""
-        entries = self._states
-        values = chain.from_iterable(map(dict.values, entries))
-        return [*state, *state.values(), *chain.from_iterable(entries), *values]
-
     def _places_of(self, tensors: list[Any]) -> tuple[list[Tensor], list[int], list[list[Any]]]:
         """Return the local tensors, their addresses and forms. A transposed square only ceases to be contiguous."""
         local = tensors if self.is_plain else [*map(local_of, tensors)]
-        contiguous = [*map(Tensor.is_contiguous, local)]
         forms: list[list[Any]] = [
             [*map(Tensor.size, local)],
-            contiguous if all(contiguous) else [*map(Tensor.stride, local)],
+            [] if all(map(Tensor.is_contiguous, local)) else [*map(Tensor.stride, local)],
             [*map(_DTYPE, local)],
             [] if self.is_plain else [*map(_placed, tensors)],
         ]
@@ -324,9 +325,10 @@ class ReadyParameters:
             version: `Snapshot.version`, if all tensors but gradients are those of the last step; else None.
         """
         on_device = isinstance(flags.nonzero, Tensor) or isinstance(self.nonzero, Tensor)
+        if rules is not self.rules:
+            self._kinds.clear()
         if on_device or rules is not self.rules or flags.nonzero != self.nonzero:
             self._matrix_steps.clear()
-            self._kinds.clear()
         self.rules, self.nonzero, self.squares, self.version = rules, flags.nonzero, squares, version
         for entry in self._fresh:
             self._make_ready(entry)
@@ -373,16 +375,22 @@ class ReadyParameters:
 
     def of(self, number: int) -> MatrixStep:
         """Return a matrix of which this rank stores something."""
-        if (matrix_step := self._matrix_steps.get(number)) is not None:
-            return matrix_step
-        assignment, nonzero = self.plan.assignments[number], self.nonzero[number]
+        if (matrix_step := self._matrix_steps.get(number)) is None:
+            assignment, nonzero = self.plan.assignments[number], self.nonzero[number]
+            entry = self.entries[assignment.parameter]
+            assert entry is not None
+            matrix_step = MatrixStep(number, assignment.matrix, entry, self.kind_of(number), nonzero)
+            self._matrix_steps[number] = matrix_step
+        return matrix_step
+
+    def kind_of(self, number: int) -> Kind:
+        """Return what a matrix of which this rank stores something has in common with others."""
+        assignment = self.plan.assignments[number]
         entry, matrix = self.entries[assignment.parameter], assignment.matrix
         assert entry is not None
         key = entry.member.group, matrix.rows, matrix.cols
         if (kind := self._kinds.get(key)) is None:
             rule = self.rules[entry.member.group]
             assert rule is not None
-            kind = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], matrix)
-            self._kinds[key] = kind
-        self._matrix_steps[number] = MatrixStep(number, matrix, entry, kind, nonzero)
-        return self._matrix_steps[number]
+            kind = self._kinds[key] = Kind(rule, self._orthogonalizers[entry.member.group, matrix.shape], matrix)
+        return kind

@@ -57,7 +57,8 @@ class StepPlan:
         orthogonalizers: The orthogonalizers of each Muon group of this rank, by group and shape.
         connected: Whether the ranks have compared their plans.
         exchange: The exchange that runs the plan; set when they have.
-        vectors: Vectors on the device with an entry for each matrix, with what they were made of (`ByKernel`).
+        vectors: Vectors on the device with an entry for each matrix, with what they were made of, and the search for
+            gradients of zero (`by_kernel.vectors_of_stream`).
         snapshot: The parameters of the last step with their state, which it has left in the forms in which steps use
             them (`parameters.Snapshot`).
         collected: The parameters of the last step, if the next step may use all of them again (`parameters.Collected`).

@@ -125,10 +125,12 @@ def _nonzero(planned: StepPlan, collected: Collected, *, waits: bool) -> list[bo
         gradients = [of if of is None else local_of(of) for of in gradients]
     if planned.device.type == "cpu" and waits:
         return _nonzero_on_host(table, gradients, matrices)
-    counts = torch.zeros(matrices, dtype=torch.int32, device=planned.device)
-    remaining = by_kernel.mark_nonzero(table, gradients, counts, None if snapshot is None else snapshot.version)
-    _mark_nonzero(remaining, gradients, counts)
-    return counts != 0
+    vectors = by_kernel.vectors_of_stream(planned.vectors, planned.device)
+    if "active" not in vectors:
+        vectors["active"] = torch.empty(matrices, dtype=torch.bool, device=planned.device)
+    nonzero: Tensor = vectors["active"].zero_()
+    _mark_nonzero(by_kernel.mark_nonzero(table, gradients, vectors, nonzero, snapshot), gradients, nonzero)
+    return nonzero
 
 
 def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matrices: int) -> list[bool]:
@@ -150,19 +152,21 @@ def _nonzero_on_host(table: PieceTable, gradients: Sequence[Tensor | None], matr
     return is_nonzero
 
 
-def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], counts: Tensor) -> None:
-    """Count rows on the device whose gradient has an element that is not zero, or is NaN.
+def _mark_nonzero(rows: Sequence[Row], gradients: Sequence[Tensor | None], nonzero: Tensor) -> None:
+    """Mark matrices on the device of which a row of the gradient has an element that is not zero, or is NaN.
 
     Args:
         rows: The rows.
         gradients: The gradients, as the table numbers them.
-        counts: int32 (matrices,), to which rows add. With uint8, 256 rows of one matrix would add up to none.
+        nonzero: bool (matrices,), written.
     """
     pairs = [(row, g) for row in rows if row.piece.numel and (g := gradients[row.parameter]) is not None]
     if pairs:
         norms = torch._foreach_norm([view_in_storage(gradient, row.piece) for row, gradient in pairs], float("inf"))
-        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=counts.device)
-        counts.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32))
+        numbers = upload([row.assignment for row, _ in pairs], dtype=torch.int64, device=nonzero.device)
+        # With uint8, 256 rows of one matrix would add up to none.
+        counts = torch.zeros(len(nonzero), dtype=torch.int32, device=nonzero.device)
+        nonzero |= counts.index_add_(0, numbers, (torch.stack(norms) != 0).to(torch.int32)) != 0
 
 
 def _moves(collected: Collected) -> bool:

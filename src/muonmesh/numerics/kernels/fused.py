@@ -17,14 +17,14 @@ from muonmesh.numerics.kernels.triton_launch import operator
 
 
 def mark_nonzero(pieces: PieceRows, gradients: Sequence[Tensor], nonzero: Tensor) -> None:
-    """Write 1 to the entry of each piece that has an element other than zero; NaN is other than zero.
+    """Write True to the entry of each piece that has an element other than zero; NaN is other than zero.
 
     The entries of other pieces stay as they are.
 
     Args:
         pieces: The pieces, at least one; several may share an entry.
         gradients: The tensors that hold them, of one of `toolchain.DTYPES`, on one device.
-        nonzero: Contiguous int32 (n,) on that device.
+        nonzero: Contiguous bool (n,) on that device.
     """
     _mark_nonzero(gradients, pieces.number, nonzero)
 

@@ -21,7 +21,7 @@ from muonmesh.numerics.kernels.triton_launch import STREAM, Launch, on, stream_o
 _MOST = 1024
 """The largest number of layouts that are remembered for one function. Beyond it all of them are forgotten."""
 _REPEATED = {
-    *("fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale"),
+    *("mark_nonzero", "fold", "apply", "multiply", "orthogonalize", "measure", "norms", "rescale"),
     *("addmm", "copy_", "lerp", "mul"),
 }
 """The operators that a recording may hold. Given tensors of one layout, each starts the same kernels every time. It

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import accumulate, chain, count
+from operator import or_
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -139,7 +141,7 @@ class PieceRows:
             bases = last.bases  # in place, since launches that were recorded read there
             if last.addresses != addresses:
                 rewrite(bases, numbers)
-        aligned = not any([address % _ALIGNMENT for address in addresses])
+        aligned = not reduce(or_, addresses, 0) % _ALIGNMENT
         if (*key, aligned) not in self._tables:
             encoded, programs = self._encoded([0, *accumulate(map(len, columns))], aligned=aligned)
             table = pinned(torch.frombuffer(encoded, dtype=torch.int64), device)

@@ -34,7 +34,7 @@ def is_usable(device: torch.device) -> bool:
         from muonmesh.numerics.kernels.rows import PieceRows, Place
         from muonmesh.numerics.kernels.threads import keep
 
-        trial, nonzero = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+        trial, nonzero = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.bool))
         mark_nonzero(keep("trial", lambda: PieceRows([Place(0, 0, 0, (1,), 0, (1,), 0, (1,))])), [trial], nonzero)
     except Exception as error:  # compilers, drivers and loaders each raise their own
         warnings.warn(
