@@ -259,6 +259,17 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     config = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: found q_norm, which norms queries or keys"):
         mm.QKClip(transformers.Qwen3ForCausalLM(config))
+    config = transformers.Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=4, num_local_experts=2)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: found qk_norm, which norms queries or keys"):
+        mm.QKClip(transformers.Llama4ForCausalLM(config))
+    for key in ("q_norm", "qk_norm", "k_layernorm", "query_layer_norm", "k_rms_norm", "q_ln", "norm_q", "ln_k"):
+        model = nn.Sequential(Attention())
+        model[0].add_module(key, nn.LayerNorm(4))
+        with pytest.raises(ValueError, match=f"0: found {key}, which norms queries or keys"):
+            mm.QKClip(model)
+    squeezed = transformers.SqueezeBertConfig(**SIZES, embedding_size=24)  # projections that are convolutions
+    with pytest.raises(ValueError, match="SqueezeBertSelfAttention: found a forward that does not use"):
+        mm.QKClip(transformers.SqueezeBertModel(squeezed))
     clip = mm.QKClip(build_family("llama"))
     with pytest.raises(ValueError, match="found a module that is not known"):
         clip.record(nn.Linear(2, 2), torch.ones(6))

@@ -17,7 +17,7 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
-_NORM = re.compile(r"(q|k|query|key)_?(norm|layernorm|ln)")
+_NORM = re.compile(r"(q|k|qk|query|key)_?((layer|rms|l2)_?)?(norm|ln)|(norm|ln)_?(q|k|qk|query|key)")
 
 # Names of projections in attention modules, and of parameters that the modules hold themselves: what they make.
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -111,7 +111,7 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
             _refuse_heads(first, owner, "q", None, None, first.shape[0])
         _refuse_missing(name, owner, {part for _, attribute, _ in entries for part in _named(attribute)})
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
-        query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) == 2)
+        query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) > 1)
         scaled = {row.name for row in rows}
         places = {site.name: (site.module, site.key) for site, _, _ in entries if site.name in scaled}
         result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places))
