@@ -92,9 +92,14 @@ def write_text(path: Path, text: str) -> None:
         replace_text(path, text)
 
 
+def scratch_of(name: str) -> str:
+    """Return the name of the file that `replace_text` writes first, and leaves if the process is killed meanwhile."""
+    return f".{name}.writing"
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a whole file as `write_text` does, but raise the OSError itself if this fails."""
-    scratch = path.with_name(f".{path.name}.writing")
+    scratch = path.with_name(scratch_of(path.name))
     try:
         scratch.unlink(missing_ok=True)  # the rest of an interrupted write; or a link, which would lead elsewhere
         with scratch.open("x", encoding="utf-8", errors="replace") as file:

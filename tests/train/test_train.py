@@ -43,6 +43,7 @@ from muonmesh.tools.cli.report import (
     summarise,
 )
 from muonmesh.tools.cli.run import continuation, save_model, settings_from_options
+from muonmesh.tools.cli.run_files import LOCK_FILE, check_new
 from muonmesh.tools.cli.run_settings import Settings, load_settings
 from muonmesh.tools.cli.training import learning_rate_factor
 from tests.support import folders
@@ -365,6 +366,15 @@ def test_an_existing_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert f"--resume {tmp_path / 'run'}" in result.stderr
 
 
+def test_a_start_that_was_killed_leaves_a_directory_for_the_next(tmp_path: Path) -> None:
+    """The rest of config.json counted as a file of a run, so --out wanted --resume, and --resume wanted a run."""
+    write(tmp_path / "run", {LOCK_FILE: "", ".config.json.writing": '{"model": "na'})
+    check_new(tmp_path / "run")
+    write(tmp_path / "run", {"config.json": "{}"})
+    with pytest.raises(FileError, match="already there"):
+        check_new(tmp_path / "run")
+
+
 def test_help_is_grouped_and_needs_no_model_library() -> None:
     code = (
         "import sys; sys.argv = ['muonmesh', 'train', '--help']\n"
@@ -660,6 +670,23 @@ def test_resume_auto_leaves_a_finished_run_as_it_is(finished: Path, text: Path) 
     options = (*TINY, "--data", text, "--out", finished)
     assert train_command(*options, "--resume", "auto").returncode == 0
     assert (finished / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_before_its_text_was_described_goes_on(tmp_path: Path) -> None:
+    """On a full disk it may have its settings only; a resume then wanted the description, and --out another folder."""
+    run, text = tmp_path / "run", write(tmp_path / "text", documents(60))
+    run.mkdir()
+    small: dict[str, Any] = {"model": "nano", "vocab": 300, "seq": 16, "batch": 1, "ranks": 1, "eval_sequences": 1}
+    settings = Settings(out=str(run), data=(str(text),), optimizer="muon", steps=1, warmup=0, **small)
+    settings.save({"digest": settings.digest})
+    result = train_command("--resume", run)
+    assert result.returncode == 0, result.stderr
+    assert (run / "report.html").is_file()
+    (run / "corpus.json").unlink()
+    result = train_command("--resume", run)
+    assert result.returncode == 2, "once it has learnt from a text, it must be shown to be the same"
+    assert "corpus.json: found nothing there" in result.stderr
 
 
 def test_resume_insists_on_the_same_settings(tmp_path: Path) -> None:

@@ -21,7 +21,14 @@ from muonmesh.errors import FileError
 from muonmesh.files import writing
 from muonmesh.table import aligned
 from muonmesh.tools.cli.checkpoints import checkpoints_of, latest_step, without_checkpoint
-from muonmesh.tools.cli.corpus import END_OF_TEXT, Corpus, load_corpus_of, prepare_corpus, save_corpus_of
+from muonmesh.tools.cli.corpus import (
+    DESCRIPTION_FILE,
+    END_OF_TEXT,
+    Corpus,
+    load_corpus_of,
+    prepare_corpus,
+    save_corpus_of,
+)
 from muonmesh.tools.cli.launch import RankFailed, RankKilled, launch, usable_cores
 from muonmesh.tools.cli.model import check_model, model_config
 from muonmesh.tools.cli.report import facts_of, read_metrics, write_report
@@ -116,13 +123,14 @@ def train_run(settings: Settings, *, resuming: bool) -> int:
     Raises:
         ValueError: an error that can be found without starting ranks.
     """
-    run = settings.directory
-    if resuming:
-        read_metrics(run)
-    else:
+    run, before = settings.directory, None
+    if not resuming:
         check_new(run)
+    # A run that ended before its first step, as on a full disk, may have its settings and no description of a text.
+    elif read_metrics(run) or os.path.lexists(run / DESCRIPTION_FILE):
+        before = load_corpus_of(run)
     parameters = f"{sum(p.numel() for p in check_model(settings).parameters()):,}"
-    corpus = _read(settings, load_corpus_of(run) if resuming else None)
+    corpus = _read(settings, before)
     with locked(run, option="--resume" if resuming else "--out"):
         settings.save(load_config(run)["environment"] if resuming else _environment(settings, parameters))
         save_corpus_of(run, corpus)

@@ -16,7 +16,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from muonmesh.errors import FileError
-from muonmesh.files import writing
+from muonmesh.files import scratch_of, writing
+from muonmesh.tools.cli.run_settings import CONFIG_FILE
 from muonmesh.tools.cli.terminal import complain
 
 LOCK_FILE = ".lock"
@@ -26,8 +27,8 @@ ROOM = 32 * 1024  # bytes of each rank's file, reserved when a run starts, since
 
 
 def check_new(run: Path) -> None:
-    """Raise FileError if the directory of a new run exists and has any files."""
-    if os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE}):
+    """Raise FileError if the directory of a new run exists and has any files, but for what a killed start leaves."""
+    if os.path.lexists(run) and (not run.is_dir() or set(os.listdir(run)) - {LOCK_FILE, scratch_of(CONFIG_FILE)}):
         raise FileError(f"--out {run}: already there. Write: --resume {run}, or another --out")
 
 
