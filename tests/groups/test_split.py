@@ -121,11 +121,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "*_proj_bias": V,
         "*.router.weight": M,
     },
-    "Gemma3ForConditionalGeneration": {  # the vision part's pooling head has torch's attention; the head is shared
+    # The vision part's pooling head has torch's attention, and its projection, in × out, is a guess; the head is shared.
+    "Gemma3ForConditionalGeneration": {
         "*.in_proj_weight": ("rows", 768, 768, 768),
         "*.probe": V,
         "*.vision_tower.embeddings.*.weight": E,
-        "*.mm_input_projection_weight": ("transposed", "whole"),
         "*.embed_tokens.weight": E,
     },
     "Phi3ForCausalLM": {
