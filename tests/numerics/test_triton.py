@@ -172,10 +172,12 @@ def trained_by(change: str, waits: bool, by: str) -> tuple[list[Tensor], int]:
         if by == "parts":
             patch.setattr(by_kernel, "is_usable", lambda device: False)
         for step in range(7):
-            fresh = change == "gradients" and step > 3  # elsewhere in each step, in memory that is not given back
+            fresh = (
+                change in ("gradients", "zeros elsewhere") and step > 3
+            )  # elsewhere in each step, in memory that is not given back
             memory += [torch.empty_like(weight) for weight in weights] if fresh else []
             for number, (weight, gradient) in enumerate(zip(weights, memory[-len(weights) :], strict=True)):
-                zero = change == "zeros" and step % 3 == 0 and number == 1
+                zero = change in ("zeros", "zeros elsewhere") and step % 3 == 0 and number == 1
                 weight.grad = gradient.zero_() if zero else gradient.normal_()
             if change == "rates":
                 groups[step % 2]["lr"] = optimizer.param_groups[step % 2]["lr"] = 0.1 / (step + 1)
@@ -792,7 +794,18 @@ def test_a_batch_keeps_its_direction_for_a_rule_that_comes_to_see_it(interpreter
     assert interpreter(sees_direction_later) < 1e-5
 
 
-MOVES = ["nothing", "gradients", "rates", "momentum", "nesterov", "zeros", "weights", "metrics", "masters"]
+MOVES = [
+    "nothing",
+    "gradients",
+    "rates",
+    "momentum",
+    "nesterov",
+    "zeros",
+    "zeros elsewhere",
+    "weights",
+    "metrics",
+    "masters",
+]
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["waits not", "waits"])
