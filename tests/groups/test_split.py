@@ -121,7 +121,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "*_proj_bias": V,
         "*.router.weight": M,
     },
-    # The vision part's pooling head has torch's attention, and its projection, in × out, is a guess; the head is shared.
+    # the vision part's pooling head has torch's attention, and its projection is a guess; the head is shared
     "Gemma3ForConditionalGeneration": {
         "*.in_proj_weight": ("rows", 768, 768, 768),
         "*.probe": V,
