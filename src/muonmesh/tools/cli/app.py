@@ -108,7 +108,7 @@ COMMANDS: dict[Callable[..., None], tuple[str, ...]] = {
     ),
     audit: (
         "muonmesh audit train.py",
-        "muonmesh audit -m package.train --lr 0.02",
+        "muonmesh audit -m package.train",
         "torchrun --nproc-per-node 2 -m muonmesh audit train.py",
         "muonmesh audit --json train.py > report.json",
     ),
