@@ -321,3 +321,12 @@ def test_an_error_inside_a_method_of_the_user_is_seen() -> None:
     ):
         with pytest.raises(error, match=said):
             split_params(kind(nn.Linear(8, 8), nn.Linear(8, 2)))
+
+
+def test_a_method_that_a_class_leaves_to_others_says_nothing() -> None:
+    class Abstract(nn.Sequential):
+        def get_classifier(self) -> nn.Module:
+            raise NotImplementedError
+
+    groups_of = placed(split_params(Abstract(nn.Linear(8, 8), nn.Linear(8, 2))))
+    assert (groups_of["0.weight"][0], groups_of["1.weight"][0]) == ("muon", "adamw.head")

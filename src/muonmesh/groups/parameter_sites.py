@@ -173,7 +173,7 @@ def answer_of(module: nn.Module, method: str) -> Any:
         return None
     try:
         return function()
-    except NotImplementedError:  # of a backbone
+    except NotImplementedError:  # a class that leaves the method to those derived from it
         return None
     except AttributeError as error:  # of a pipeline stage without the head
         if error.name is None or not isinstance(error.obj, nn.Module | None):

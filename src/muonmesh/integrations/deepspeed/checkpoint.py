@@ -20,13 +20,9 @@ from muonmesh.errors import FileError, StateError, explain_error
 from muonmesh.files import cannot_write, replace_text, writing
 from muonmesh.names import canonical_name
 
-_PLACES = (
-    "Set round_robin_gradients, sub_group_size, parameter_alignment and the sizes of expert parallelism as when it was "
-)
-_PLACES += (
-    "saved, or use muonmesh.checkpoint.save and muonmesh.checkpoint.load. If another optimizer saved it, load only the "
-)
-_PLACES += "weights: load_checkpoint(folder, load_optimizer_states=False)"
+_PLACES = "Set round_robin_gradients, sub_group_size, parameter_alignment and the sizes of expert parallelism as when "
+_PLACES += "it was saved, or use muonmesh.checkpoint.save and muonmesh.checkpoint.load. If another optimizer saved it, "
+_PLACES += "load only the weights: load_checkpoint(folder, load_optimizer_states=False)"
 ELSEWHERE = "parameters in other places of DeepSpeed's flat tensors", "the places in this engine", _PLACES
 """What was found, what is needed and what to write, if flat tensors were saved that hold their parameters elsewhere."""
 

@@ -221,10 +221,8 @@ class QKClip:
         self._steps += 1
         missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
         if self._steps == PATIENCE and missing:
-            text = (
-                f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If their "
-            )
-            text += "forward runs, let it call clip.observe(self, query, key, scale=...), or run its kernel in "
+            text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
+            text += "their forward runs, let it call clip.observe(self, query, key, scale=...), or run its kernel in "
             warn(text + "`with clip.watching(self):`. print(clip.explain()) lists all of them")
 
     @torch.no_grad()

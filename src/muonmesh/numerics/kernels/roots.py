@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muonmesh.numerics.kernels.product_table import SMALL_ROWS
+from muonmesh.numerics.kernels.small import numbers_of
 from muonmesh.numerics.kernels.triton_launch import Launch
 
 _ROWS = tl.constexpr(SMALL_ROWS)
@@ -59,13 +60,7 @@ def _joint_factor(r, identity, memory, down, across, STEPS: tl.constexpr):
     r_memory, z_memory, other = memory, memory + SIZE, memory + 2 * SIZE
     product = identity
     for step in range(COUNT):
-        u = 0.0
-        lead = 0.0
-        growth = 0.0
-        for number in tl.static_range(COUNT):  # selected, and not unrolled, which would take COUNT times the code
-            u = tl.where(step == number, STEPS[3 * number], u)
-            lead = tl.where(step == number, STEPS[3 * number + 1], lead)
-            growth = tl.where(step == number, STEPS[3 * number + 2], growth)
+        u, lead, growth = numbers_of(step, STEPS)
         tl.store(r_memory + at, r)
         tl.store(other + at, product)
         tl.debug_barrier()

@@ -22,6 +22,20 @@ _ROWS = tl.constexpr(SMALL_ROWS)
 
 
 @triton.jit
+def numbers_of(step, NUMBERS: tl.constexpr):
+    """The three numbers of a step: selected, since an unrolled loop over steps would take as many times the code."""
+    COUNT: tl.constexpr = len(NUMBERS) // 3
+    a = 0.0
+    b = 0.0
+    c = 0.0
+    for number in tl.static_range(COUNT):
+        a = tl.where(step == number, NUMBERS[3 * number], a)
+        b = tl.where(step == number, NUMBERS[3 * number + 1], b)
+        c = tl.where(step == number, NUMBERS[3 * number + 2], c)
+    return a, b, c
+
+
+@triton.jit
 def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.constexpr, COLS: tl.constexpr):
     """Write the orthogonal factor of one matrix, rounded to bf16 between products."""
     STEPS: tl.constexpr = len(POLYNOMIALS) // 3
@@ -44,13 +58,7 @@ def orthogonalize(x, out, rows, cols, POLYNOMIALS: tl.constexpr, TALL: tl.conste
     # 1/∞ is 0, and the ∞ in X Xᵀ times 0 is NaN, which is everywhere after a step.
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.where(total == 0, 1.0, total)))
     for step in range(STEPS):
-        a = 0.0
-        b = 0.0
-        c = 0.0
-        for number in tl.static_range(STEPS):  # selected, and not unrolled, which would take STEPS times the code
-            a = tl.where(step == number, POLYNOMIALS[3 * number], a)
-            b = tl.where(step == number, POLYNOMIALS[3 * number + 1], b)
-            c = tl.where(step == number, POLYNOMIALS[3 * number + 2], c)
+        a, b, c = numbers_of(step, POLYNOMIALS)
         gram = (tl.dot(iterate, tl.trans(iterate)) * (inverse * inverse)).to(tl.bfloat16)
         factor = (tl.dot(gram, gram) * c + b * gram.to(tl.float32)).to(tl.bfloat16)
         scale = tl.where(step == STEPS - 1, inverse, 1.0)

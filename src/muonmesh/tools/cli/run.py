@@ -177,9 +177,8 @@ def save_model(settings: Settings, corpus: Corpus) -> None:
     with writing(folder, raised=Exception), tempfile.TemporaryDirectory() as scratch:
         config.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
-        folder.mkdir(
-            parents=True, exist_ok=True
-        )  # as readable as the run, unlike a temporary folder, whose mode copytree copies
+        # As readable as the run, unlike a temporary folder, whose mode copytree would copy.
+        folder.mkdir(parents=True, exist_ok=True)
         for file in Path(scratch).iterdir():
             shutil.copyfile(file, folder / file.name)
 
