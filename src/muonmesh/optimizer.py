@@ -393,7 +393,7 @@ class Muon(torch.optim.Optimizer):
 
     def _note(self, agreed: _Agreed, scaler: torch.amp.grad_scaler.GradScaler | None) -> bool:
         """Note the step that all ranks have agreed on, and return whether it changes nothing."""
-        runtime, (_, settings, collected, flags, clip) = self._runtime, agreed
+        runtime, (planned, settings, collected, flags, clip) = self._runtime, agreed
         for number in settings.counting:  # steps that raise count on no rank
             group, steps_taken = self.param_groups[number], settings.rules[number].steps_taken
             group["steps_taken"] = steps_taken + (not settings.at_rest)
@@ -409,6 +409,9 @@ class Muon(torch.optim.Optimizer):
         if clip.means is not None and clip.skip is not None:  # a step that clipping skips counts, unlike others
             before, lost = means_of(self.param_groups, clip.means.device), ~clip.skip & runtime.last.stopped
             keep_means(self.param_groups, torch.where(lost, before, clip.means))
+        if flags.skip and runtime.last.squares is not None:  # a device, which finds out later, applies updates of zero
+            zero = torch.zeros((), dtype=torch.float64, device=planned.device)
+            runtime.last.squares = {entry.member.group: [zero] for entry in collected.entries}
         return flags.skip
 
     def _run(self, agreed: _Agreed) -> None:

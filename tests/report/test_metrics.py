@@ -47,10 +47,11 @@ def rms_of(differences: list[Tensor]) -> float:
     return math.sqrt(torch.cat([d.double().flatten() for d in differences]).square().mean())
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("rule", ["muon", "adamuon"])
-def test_a_step_that_a_device_skips_has_no_update(rule: str) -> None:
-    """It had that of the writes that were masked, which was NaN."""
-    model, optimizer = model_and_optimizer(rule, waits=False)
+def test_a_skipped_step_has_no_update(rule: str, waits: bool) -> None:
+    """On a device it had that of the writes that were masked, which was NaN; on a CPU, that of the step before."""
+    model, optimizer = model_and_optimizer(rule, waits=waits)
     assert len(updates(optimizer)) == 6
     backward(model, optimizer, math.nan)
     optimizer.clip_grad_norm_(1.0)
@@ -73,6 +74,19 @@ def test_a_matrix_that_is_left_alone_has_no_update(rule: str, waits: bool) -> No
     assert torch.equal(weights[1], before[1])
     measured = rms_of([weight.detach() - old for weight, old in zip(weights, before, strict=True)])
     assert updates(optimizer)["muon/update_rms"] == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_parameter_without_a_gradient_so_far_has_a_momentum_of_zero(waits: bool) -> None:
+    """A device keeps state of zeros for it, which counted; on a CPU the figure was √2 times too large."""
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(2)]
+    optimizer = mm.Muon([layer.weight for layer in layers], lr=RATE)
+    optimizer._runtime.driver = Driver(waits)
+    layers[0].weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    momentum = optimizer.state[layers[0].weight]["momentum_buffer"]
+    measured = rms_of([momentum, torch.zeros_like(momentum)])
+    assert float(optimizer.metrics()["group0/momentum_rms"]) == pytest.approx(measured, rel=1e-6)
 
 
 def test_gradients_that_a_scaler_has_scaled_are_told_without_the_scale() -> None:

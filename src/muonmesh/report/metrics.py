@@ -66,8 +66,10 @@ def measure(
         return None
     own_names = {group["name"] for group in groups}
     squares, elements = summed.unbind(-1)
-    # All weights count, also those of ranks on which no matrix has changed, such as experts without tokens.
-    elements[:, 3] = torch.where(elements[:, 3] > 0, elements[:, 2], 0.0)
+    # All weights count, also those that have not changed, such as experts without tokens, or have no momentum so far,
+    # for which a device keeps zeros.
+    for figure in (1, 3):
+        elements[:, figure] = torch.where(elements[:, figure] > 0, elements[:, 2], 0.0)
     rms = (squares / elements).sqrt_()
     if waits:  # includes groups that only other ranks have
         filled = {(position, _FIGURES[figure]) for position, figure in elements.nonzero().tolist()}
