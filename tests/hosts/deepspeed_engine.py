@@ -733,7 +733,7 @@ def stepped_without_backward(config: dict[str, Any]) -> list[str]:
 def stopped(config: dict[str, Any], number: int, folder: str) -> tuple[str, list[str]]:
     """Let one rank have a wrong rate in one group at the third step; the message, and what differs after two more.
 
-    One process leaves out the parameters of this group and of those that DeepSpeed steps later.
+    One process leaves out the third step, though DeepSpeed steps one group after the other.
     """
     with beside(config) as (engine, single):
         for step in range(2):
@@ -741,15 +741,11 @@ def stopped(config: dict[str, Any], number: int, folder: str) -> tuple[str, list
         engine.save_checkpoint(folder, tag="saved")
         engine.load_checkpoint(folder, tag="saved")  # torch then makes a new list of groups
         groups = engine.basic_optimizer.param_groups
-        rate, names = groups[number]["lr"], {name for group in groups[number:] for name in group["parameters"]}
+        rate = groups[number]["lr"]
         groups[number]["lr"] = -1.0 if dist.get_rank() else rate
         with pytest.raises((PlanError, ValueError)) as caught:
             train(engine, range(2, 3))
         groups[number]["lr"] = rate
-        for name, gradient in reduced(2, 1).items():
-            parameter = single.model.get_parameter(name)
-            parameter.grad = None if name in names or not parameter.requires_grad else gradient
-        single.optimizer.step()
         for step in range(3, 5):
             step_both(engine, single, step)
         return str(caught.value), differences(snapshot(engine), single.snapshot)

@@ -28,7 +28,9 @@ from muonmesh.numerics.rules import rule_of, step_count
 from muonmesh.numerics.rules.parts import follow
 from muonmesh.optimizer import Muon
 from muonmesh.report.explain import Explanation
+from muonmesh.settings.reading import read_groups
 from muonmesh.step.connection import placed_members
+from muonmesh.step.runtime import UNCLIPPED
 
 _IDENTITY = ("name", "algorithm", "parameters", "matrices")
 """Keys that identify a group; no checkpoint may change them."""
@@ -71,6 +73,7 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self._reasons: Mapping[str, str] = {}
         self._stepped_by: dict[int, tuple[Muon, dict[str, Any]]] = {}  # by id of the tensor
         self._groups: list[dict[str, Any]] = []  # all of them, while DeepSpeed shows one
+        self._numbers: dict[Muon, list[int]] = {}  # of the groups here, for those of each Muon
         self._limits: Limits | None = None
         self._coefficients: dict[int, Tensor] = {}
         self._means: Tensor | None = None  # of the norms, after this step
@@ -96,9 +99,12 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
         self._zero.overflow = False
         if limits is not None:
             self.clip_by(limits)
+        number_of = {name: number for number, group in enumerate(self._groups) for name in group["parameters"]}
         for muon in muons:
             self._stepped_by.update({id(p): (muon, group) for group in muon.param_groups for p in group["params"]})
             self._share(muon)
+            numbers = {member.group: number_of[member.name] for member in placed_members(muon)}
+            self._numbers[muon] = [number for _, number in sorted(numbers.items())]
         self.create_state()  # DeepSpeed links parameters to their state once
         self._note(*muons)
 
@@ -186,25 +192,42 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
     def _step(self) -> None:
         watch, guessed = self.watched
         if watch is not None and watch.facts is not None:
-            error = watch.compare(guessed, (), entire=True)
-            if error is not None:
-                raise error
+            contradiction = watch.compare(guessed, (), entire=True)
+            if contradiction is not None:
+                raise contradiction
             self.watched = None, []
         shown = [(group, *self._stepping(tensor)) for group in self.param_groups for tensor in group["params"]]
-        for group, _, inner in shown:
-            inner.update({key: group[key] for key in inner.keys() - {*IDENTITY, "steps_taken"}})
         visible = list(dict.fromkeys(muon for _, muon, _ in shown))
-        if self._limits is not None and self.muons[0] in visible:
-            measured = measure(self._limits, self._zero, self.muons, visible, self.param_groups)
-            self.norms, self._coefficients, self._means = measured
-        for muon in visible:
-            self._run(muon)
+        error: Exception | None = None
+        if self.muons[0] in visible:  # the step begins
+            error = self._read_settings()
+            if self._limits is not None:
+                measured = measure(self._limits, self._zero, self.muons, visible, self.param_groups)
+                self.norms, self._coefficients, self._means = measured
+        if self.norms is None or not bool(self.norms.skipped):
+            if error is not None:
+                self.muons[0]._runtime.clip = UNCLIPPED._replace(error=error)
+            for muon in visible:
+                self._run(muon)
         for group, _, inner in shown:
             group.update({key: value for key, value in inner.items() if key == "steps_taken"})
         if self._means is not None:
             keep_means(self.param_groups, self._means)  # of the groups that DeepSpeed has not hidden
         if self.muons[-1] in visible and self.norms is not None:
             self._zero.overflow = bool(self.norms.skipped)
+
+    def _read_settings(self) -> Exception | None:
+        """Let all Muons have the current settings of DeepSpeed's groups, also of those that it hides; the first error.
+
+        The first Muon raises it on all ranks, so that no group is stepped if the settings of another one are wrong.
+        """
+        error: Exception | None = None
+        for muon in self.muons:
+            for inner, number in zip(muon.param_groups, self._numbers[muon], strict=True):
+                inner.update({key: self._groups[number][key] for key in inner.keys() - {*IDENTITY, "steps_taken"}})
+            runtime = muon._runtime
+            error = error or read_groups(muon.param_groups, runtime.replaced, runtime.last.settings).error
+        return error
 
     def _stepping(self, tensor: Tensor) -> tuple[Muon, dict[str, Any]]:
         """Return the Muon that steps a tensor of DeepSpeed's, and its group there."""
@@ -216,8 +239,6 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
 
     def _run(self, muon: Muon) -> None:
         self._share(muon)
-        if self.norms is not None and bool(self.norms.skipped):
-            return
         if self._limits is not None:
             scale_groups(muon.param_groups, muon.gradients, self._coefficients)
         self._follow(muon)
