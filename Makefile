@@ -6,11 +6,12 @@ ARGS ?=
 N ?= 20000
 SEED ?= $(shell $(PYTHON) -c 'import random; print(random.randrange(10**9))')
 
-.PHONY: help setup train test test-core test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-megatron-lm-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm soak check fuzz test-gpu bench guard package docs clean
+.PHONY: help setup train test test-core test-device test-tools test-processors test-megatron test-megatron-next test-megatron-lm test-megatron-lm-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm soak check fuzz test-gpu bench guard package docs clean
 help:
 	@echo "make train       train a small language model with Muon and with AdamW on two ranks (ARGS=... passes options)"
-	@echo "make test        every test of what trains that needs no GPU and no other framework, and of muonmesh train"
+	@echo "make test        every test of training on a CPU that needs no other framework, and of muonmesh train"
 	@echo "make test-core   the same without muonmesh train"
+	@echo "make test-device the tests of training on a GPU that need none: in Triton's interpreter, and on a simulated device"
 	@echo "make test-tools  the tests of the other tools: audit, plan, doctor, conversion, forecasts, benchmarks"
 	@echo "make test-processors the tests that multiply, as on a CPU with AMX, AVX-512 without bf16, and AVX2 alone"
 	@echo "make test-megatron   the tests with Megatron-Core, in an environment of their own"
@@ -43,15 +44,21 @@ train: setup
 	$(BIN)/muonmesh train $(ARGS)
 
 # Elsewhere than in tests/gpu, torch and the frameworks would choose a GPU that they see, for ranks that outnumber it too.
-test test-core test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm: export CUDA_VISIBLE_DEVICES :=
+test test-core test-device test-tools test-processors check soak fuzz test-megatron test-megatron-next test-hosts test-hosts-all test-nemo-rl test-axolotl test-timm: export CUDA_VISIBLE_DEVICES :=
+
+# What a GPU does, on a machine that has none. With it `make test` would take too long.
+DEVICE := tests/device $(wildcard tests/numerics/test_device_*.py tests/numerics/test_triton*.py)
 
 # Two processes, one of them for all tests that use ranks (tests/conftest.py). ARGS="-n 0" makes it one, as --pdb needs.
 test: setup
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(DEVICE:%=--ignore=%) $(ARGS)
 
 # The core alone: neither the tools nor `muonmesh train`.
 test-core: setup
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --ignore=tests/train $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(DEVICE:%=--ignore=%) --ignore=tests/train $(ARGS)
+
+test-device: setup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(DEVICE) $(ARGS)
 
 # What the core does not import: a change of the core alone need not wait for them.
 test-tools: setup
