@@ -83,7 +83,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=_positive, default=2, help="rounds before them (default 2)")
     parser.add_argument("--contenders", nargs="+", default=["ours", "torch", "adamw"], help="default: all three")
     parser.add_argument("--ours", action="append", default=[], metavar="LABEL:KEY=VALUE,...", help="a variant of ours")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="dion or keller, a checkout")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PATH", help="dion, gram or keller, a checkout"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
 
 
@@ -202,6 +204,30 @@ def _dion(path: Path) -> list[Contender]:
     return [Contender("dion Muon", True, build)]
 
 
+def _gram(path: Path) -> list[Contender]:
+    """Dao-AILab/gram-newton-schulz's Muon, for one process; its kernels where there is a GPU."""
+    if not (path / "gram_newton_schulz" / "muon" / "muon.py").is_file():
+        needed = "a checkout of Dao-AILab/gram-newton-schulz, with gram_newton_schulz/muon/muon.py in it"
+        raise ValueError(f"--peer gram: needed {needed}")
+
+    def build(parameters: Parameters, layout: Layout) -> Optimizer:
+        if str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+        optimizer = importlib.import_module("gram_newton_schulz").Muon(
+            parameters,
+            lr=LEARNING_RATE,
+            momentum=MOMENTUM,
+            weight_decay=WEIGHT_DECAY,
+            nesterov=True,
+            adjust_lr="rms_norm",
+            ns_use_kernels=torch.cuda.is_available(),
+        )
+        assert isinstance(optimizer, Optimizer)
+        return optimizer
+
+    return [Contender("gram-newton-schulz Muon", True, build, ("one",))]
+
+
 def _keller(path: Path) -> list[Contender]:
     """KellerJordan/Muon: its single-device class, and in DDP the one that divides the matrices over ranks."""
     if not (path / "muon.py").is_file():
@@ -221,4 +247,4 @@ def _keller(path: Path) -> list[Contender]:
     return [Contender("KellerJordan Muon", True, build, ("one", "ddp"))]
 
 
-_PEERS: dict[str, Callable[[Path], list[Contender]]] = {"dion": _dion, "keller": _keller}
+_PEERS: dict[str, Callable[[Path], list[Contender]]] = {"dion": _dion, "gram": _gram, "keller": _keller}

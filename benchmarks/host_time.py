@@ -9,6 +9,8 @@ the memory of the CPU and are the case's shapes divided by `Case.shrunk`, with m
 that batches and launches are those of the real shapes, while an operation of torch takes little beside its dispatch. A
 product of torch's is one dispatch of another operation of one element, as little as a product can cost.
 
+"With other gradients" is a loop that frees its gradients: each step finds all of them where they have not been before.
+
 What is reported is processor time of one thread, the least over the rounds, in turns. The driver's own time for each
 launch (about 2 µs on the host) is left out for both; launches are printed beside.
 """
@@ -48,6 +50,7 @@ class Case:
     shrunk: int
 
 
+ANEW = "muonmesh, with other gradients"
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
 CASES = {
     "gpt2": Case("3 layers of GPT-2 small", [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 3, 48),
@@ -116,8 +119,8 @@ def leave_out_products() -> None:
         setattr(torch, name, product)
 
 
-def step_of(case: Case, who: str) -> Callable[[], Any]:
-    """Return a step of one optimizer over the case's matrices."""
+def step_of(case: Case, who: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what comes before a step of one optimizer over the case's matrices, and the step."""
     import torch
     from torch import nn
 
@@ -131,20 +134,31 @@ def step_of(case: Case, who: str) -> Callable[[], Any]:
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     if who == "torch":
-        return torch.optim.Muon(weights, lr=0.02).step
+        return _nothing, torch.optim.Muon(weights, lr=0.02).step
     parameters = [muon_parameter(str(n), MeshLayout.replicated(s, (0,)), None) for n, s in enumerate(case.shapes)]
     budget = Budget.of(parameters, None, itemsize=2, host=False).bytes / 2**20
     optimizer = mm.Muon(
         weights, ns_coefficients="polar_express", kernels="triton", memory_budget_mb=budget / case.shrunk**2
     )
     optimizer._runtime.driver = Driver(False)
-    return optimizer.step
+
+    def move_gradients() -> None:
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad = weight.grad.clone()  # before the other one is freed, so it lies elsewhere
+
+    return move_gradients if who == ANEW else _nothing, optimizer.step
 
 
-def least(call: Callable[[], Any], times: int) -> float:
-    """Return the least microseconds of this thread's processor time that a call took."""
+def _nothing() -> None:
+    """Leave everything as it is."""
+
+
+def least(call: Callable[[], Any], times: int, before: Callable[[], Any] = _nothing) -> float:
+    """Return the least microseconds of this thread's processor time that a call took, each time after ``before``."""
     seconds = []
     for _ in range(times):
+        before()
         begun = time.thread_time_ns()
         call()
         seconds.append(time.thread_time_ns() - begun)
@@ -162,7 +176,7 @@ def serve(name: str) -> None:
     torch.set_num_threads(1)
     pretend_device(case.shrunk)
     leave_out_products()
-    steps = {who: step_of(case, who) for who in ("muonmesh", "torch")}
+    steps = {who: step_of(case, who) for who in ("muonmesh", ANEW, "torch")}
     stub = ctypes.CDLL("libcuda.so.1")
 
     def launched() -> int:
@@ -180,8 +194,9 @@ def serve(name: str) -> None:
             return func(*args, **(kwargs or {}))
 
     counted = {}
-    for who, step in steps.items():
+    for who, (prepare, step) in steps.items():
         for _ in range(3):
+            prepare()
             step()
         before = launched()
         with Seen() as counter:
@@ -199,8 +214,8 @@ def serve(name: str) -> None:
         seconds = {}
         for action, start in single.items():
             seconds[action] = least(start, 200)
-        for who, step in steps.items():
-            seconds[who] = least(step, 5)
+        for who, (prepare, step) in steps.items():
+            seconds[who] = least(step, 5, prepare)
         print(json.dumps(seconds), flush=True)
 
 

@@ -176,6 +176,10 @@ def trained_by(change: str, waits: bool, by: str) -> tuple[list[Tensor], int]:
                 change in ("gradients", "zeros elsewhere") and step > 3
             )  # elsewhere in each step, in memory that is not given back
             memory += [torch.empty_like(weight) for weight in weights] if fresh else []
+            if change == "gradients freed":  # by zero_grad(); a backward pass takes other memory
+                freed, memory = memory, [torch.empty_like(weight) for weight in weights]
+                for gradient in freed:
+                    gradient.fill_(math.nan)
             for number, (weight, gradient) in enumerate(zip(weights, memory[-len(weights) :], strict=True)):
                 zero = change in ("zeros", "zeros elsewhere") and step % 3 == 0 and number == 1
                 weight.grad = gradient.zero_() if zero else gradient.normal_()
@@ -797,6 +801,7 @@ def test_a_batch_keeps_its_direction_for_a_rule_that_comes_to_see_it(interpreter
 MOVES = [
     "nothing",
     "gradients",
+    "gradients freed",
     "rates",
     "momentum",
     "nesterov",

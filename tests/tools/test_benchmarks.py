@@ -91,8 +91,9 @@ def test_the_command_measures_every_layout_it_is_asked_for(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--peer", "nobody=."], "needed one of dion, keller"),
+        (["--peer", "nobody=."], "needed one of dion, gram, keller"),
         (["--peer", "dion=."], "needed a checkout of microsoft/dion"),
+        (["--peer", "gram=."], "needed a checkout of Dao-AILab/gram-newton-schulz"),
         (["--ours", "fp32"], "needed a label and settings"),
         (["--shapes", "12"], "needed rows x cols"),
         (["--rounds", "0"], "needed at least 1"),
