@@ -154,7 +154,7 @@ def foreign_in(path: Path) -> str:
     """Return what a path has besides the files of a checkpoint, finished or not; empty if there is nothing else."""
     if path.is_symlink() or not path.is_dir():
         return kind_of(path, follow=False) if os.path.lexists(path) else ""
-    others = sorted(name for name in os.listdir(path) if not _is_own(name))
+    others = sorted(name for name in os.listdir(path) if not _is_own(name) or (path / name).is_dir())
     return f"{others[0]!r} in it, which is not part of a checkpoint" if others else ""
 
 
