@@ -771,16 +771,16 @@ def test_an_elementwise_rule_is_its_formula(dtype: torch.dtype, decay_mode: str)
     assert optimizer.metrics()["group0/update_rms"] == pytest.approx(0.01, rel=1e-6)
 
 
-@pytest.mark.parametrize(("step", "found"), [(1.0, "float"), (torch.ones(()), r"shape \(\)")])
+@pytest.mark.parametrize(("step", "described"), [(1.0, "float"), (torch.ones(()), r"shape \(\)")])
 def test_an_elementwise_rule_that_returns_another_shape_is_named(
-    step: Any, found: str, monkeypatch: pytest.MonkeyPatch
+    step: Any, described: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch broadcast it, until `metrics` was called or the decay was cautious."""
     own = rule_with(mm.ElementwiseRule, update=lambda self, gradient, state, count: step)
     monkeypatch.setitem(RULES, "own", own)
     weight = nn.Parameter(torch.ones(7))
     weight.grad = torch.ones(7)
-    with pytest.raises(ValueError, match=rf"found a result of {found}; needed .* \(7,\)\. Return such a tensor"):
+    with pytest.raises(ValueError, match=rf"found a result of {described}; needed .* \(7,\)\. Return such a tensor"):
         mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
 
 

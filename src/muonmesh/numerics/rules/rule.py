@@ -365,21 +365,21 @@ class Rule(Hyperparameters):
         return StepSize(spectral / math.sqrt(max(rows, cols)), spectral if orthogonal else math.nan)
 
 
-def check_result(part: Callable[..., Any], result: object, shape: tuple[int, ...], what: str = "its arguments") -> None:
+def check_result(part: Callable[..., Any], result: object, shape: tuple[int, ...], like: str = "its arguments") -> None:
     """Check the result of a part of a rule, since torch would broadcast one of another shape.
 
     Args:
         part: The method of the rule.
         result: What it has returned.
         shape: The shape that is needed.
-        what: What has this shape, for the message.
+        like: What has this shape, for the message.
 
     Raises:
         ValueError: the result is no tensor of this shape.
     """
     if not isinstance(result, Tensor) or result.shape != shape:
         found = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result).__name__}"
-        needed = f"a tensor with the shape of {what}, {tuple(shape)}"
+        needed = f"a tensor with the shape of {like}, {tuple(shape)}"
         raise ValueError(explain_error(part.__qualname__, f"a result of {found}", needed, "Return such a tensor"))
 
 
