@@ -117,11 +117,21 @@ def test_what_somebody_else_has_there_stays(pool: Pool, tmp_path: Path) -> None:
     (run / "config.json").write_text("{}")
     link.symlink_to(path, target_is_directory=True)
     file.write_text("mine")
-    for occupied, kind in ((run, "'config.json' in it"), (link, "a link"), (file, "a file")):
+    folder = tmp_path / "folder"
+    (folder / "settings.json").mkdir(parents=True)
+    (folder / "settings.json" / "notes.txt").write_text("mine")  # the name is a checkpoint's, the folder is not
+    occupied_paths = (
+        (run, "'config.json' in it"),
+        (folder, "'settings.json' in it"),
+        (link, "a link"),
+        (file, "a file"),
+    )
+    for occupied, kind in occupied_paths:
         for message in pool.run(write_refused, occupied):
             assert message.startswith(f"{occupied}: found {kind}"), message
             assert message.endswith("needed nothing there, or a checkpoint to replace. Save under another name")
     assert (run / "config.json").exists()
+    assert (folder / "settings.json" / "notes.txt").exists()
     assert link.is_symlink()
     assert file.read_text() == "mine"
     pool.run(write_shared, path, 2.0)  # the other is gone

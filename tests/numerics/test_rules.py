@@ -252,6 +252,20 @@ def test_explain_and_metrics_tell_the_rms_of_adamuon_s_step() -> None:
         assert optimizer.explain().rows[0].rms == pytest.approx(0.1, rel=1e-6)
 
 
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_explain_tells_the_spectral_norm_of_a_step_or_leaves_it_out(rule: str) -> None:
+    """Rows of the gradient differ in size. NorMuon, AdaMuon and Muon+ made steps of 1.2 to 2.7 times what was told."""
+    weight = nn.Parameter(0.02 * random_fp64(96, 48, seed=1).float())
+    optimizer = mm.Muon([{"params": [weight], "algorithm": rule}], lr=0.01, weight_decay=0.0, **FP32)
+    (row,) = optimizer.explain().rows
+    for seed in range(3):
+        before = weight.detach().double().clone()
+        weight.grad = (random_fp64(96, 48, seed=2 + seed) * torch.logspace(-3, 0, 96)[:, None]).float()
+        optimizer.step()
+        largest = float(torch.linalg.matrix_norm(before - weight.detach().double(), 2))
+        assert math.isnan(row.spectral) or largest == pytest.approx(row.spectral, rel=0.15), (rule, seed)
+
+
 @pytest.mark.parametrize("mode", ["original", "spectral", "unit_rms_norm", "none"])
 def test_adamuon_scales_as_muon_does(mode: Any) -> None:
     """Its update has the Frobenius norm of an orthogonal matrix before it is scaled, so no mode is ignored."""
@@ -587,9 +601,25 @@ def assigning(self: mm.Rule, update: Tensor, state: Any) -> Tensor:
     return update
 
 
+def one_number(self: mm.Rule, gradient: Tensor, state: Any) -> Tensor:
+    return gradient.new_ones(())  # torch would broadcast it
+
+
+def assigning_in_keep(self: mm.Rule, state: Any, sums: Any) -> None:
+    for key in state:
+        state[key] = state[key] + 1  # would be lost
+
+
+def every_other_step(self: mm.Rule, update: Tensor, state: Any) -> Tensor:
+    return update if self.is_due(2) else -update  # without turns, no step is counted
+
+
 @pytest.mark.parametrize(
     ("part", "function", "error", "message"),
     [
+        ("direction", one_number, ValueError, r"one_number: found a result of shape \(\); needed .* arguments, \("),
+        ("keep", assigning_in_keep, TypeError, "does not support item assignment"),
+        ("whole", every_other_step, TypeError, r"Own\.is_due: found takes_turns = False; needed True"),
         ("whole", shrunk, ValueError, r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"),
         ("balance", shrunk, ValueError, r"shrunk: found a result of shape \(1, 1, 8\); needed .* \(1, 6, 8\)"),
         ("whole", assigning, TypeError, "does not support item assignment"),
@@ -599,7 +629,8 @@ def assigning(self: mm.Rule, update: Tensor, state: Any) -> Tensor:
 def test_a_part_that_returns_or_assigns_what_it_may_not_is_named(
     part: str, function: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RULES, "own", rule_with(mm.MuonRule, **{part: function}))
+    base = OWN_PARTS["keep"] if part == "keep" else mm.MuonRule
+    monkeypatch.setitem(RULES, "own", rule_with(base, **{part: function}))
     weight = nn.Parameter(torch.ones(6, 8))
     weight.grad = torch.ones(6, 8)
     with pytest.raises(error, match=message):
@@ -738,6 +769,19 @@ def test_an_elementwise_rule_is_its_formula(dtype: torch.dtype, decay_mode: str)
     assert state["exp_avg"].dtype == dtype
     assert state["step"] == 4
     assert optimizer.metrics()["group0/update_rms"] == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize(("step", "described"), [(1.0, "float"), (torch.ones(()), r"shape \(\)")])
+def test_an_elementwise_rule_that_returns_another_shape_is_named(
+    step: Any, described: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch broadcast it, until `metrics` was called or the decay was cautious."""
+    own = rule_with(mm.ElementwiseRule, update=lambda self, gradient, state, count: step)
+    monkeypatch.setitem(RULES, "own", own)
+    weight = nn.Parameter(torch.ones(7))
+    weight.grad = torch.ones(7)
+    with pytest.raises(ValueError, match=rf"found a result of {described}; needed .* \(7,\)\. Return such a tensor"):
+        mm.Muon([{"params": [weight], "algorithm": "own"}]).step()
 
 
 def test_an_elementwise_rule_keeps_masters_and_loads_what_it_saved() -> None:

@@ -515,6 +515,20 @@ class Writes(mm.ElementwiseRule):
         return gradient.mul_(0.5)
 
 
+@register_rule("test-sees-the-shape")
+@dataclass(frozen=True)
+class SeesTheShape(mm.MuonRule):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        super().apply(weights, update * (2 if weights.ndim == 1 else 1), size, state)
+
+
+@register_rule("test-sees-many")
+@dataclass(frozen=True)
+class SeesMany(mm.MuonRule):
+    def apply(self, weights: Tensor, update: Tensor, size: Any, state: Any, sums: Any = ()) -> None:
+        super().apply(weights, update * (2 if weights.numel() > 32768 else 1), size, state)
+
+
 @register_rule("test-grows")
 @dataclass(frozen=True)
 class Grows(mm.MuonRule):
@@ -559,6 +573,8 @@ def test_a_rule_is_proved_on_generated_layouts(rule: str, examples: int) -> None
     [
         ("test-sees-its-rank", "weights differ from one process"),
         ("test-normalises-gradients", r"NormalisesGradients\.fold: .* belongs into whole"),
+        ("test-sees-the-shape", r"SeesTheShape\.apply: .* other bits than as a matrix of .*, in any shape"),
+        ("test-sees-many", r"SeesMany\.apply: 40000 elements together have other bits"),
         ("test-centres-weights", r"CentresWeights\.apply: .* belongs into whole"),
         ("test-normalises-summands", r"NormalisesSummands\.summands: .* belongs into whole"),
         ("test-counts-twice", r"CountsTwice\.summands: .* written"),

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,26 @@ def test_a_text_that_was_prepared_in_another_place_is_told_by_the_place_that_was
     prepared = [prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache") for folder in folders]
     assert prepared[0].directory == prepared[1].directory
     assert [corpus.source for corpus in prepared] == [str(folder) for folder in folders]
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_stored_as_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later runs with the first text were given the second one."""
+    folder = write(tmp_path / "text", documents(3))
+
+    def changed(files: Sequence[Path]) -> None:
+        (folder / "001.txt").write_text("Something else.\n" * 30)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("muonmesh.tools.cli.corpus._tell_ignored", changed)  # called after the first of two readings
+        with pytest.raises(FileError, match=r"001\.txt has changed while it was read; needed files that stay"):
+            prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    write(folder, documents(3))
+    corpus = prepare_corpus([str(folder)], vocab=300, cache=tmp_path / "cache")
+    text = corpus.tokenizer().decode([*corpus.train().tolist(), *corpus.validation().tolist()])
+    assert "Document 1 counts to 1." in text
+    assert "Something else" not in text
 
 
 def test_a_single_file_holds_out_its_end() -> None:

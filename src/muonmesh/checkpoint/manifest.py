@@ -134,10 +134,14 @@ class SavedTensor(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The files of a checkpoint, each with its size and hash, and the tensors in them, by name."""
+    """The files of a checkpoint, each with its size and hash, and the tensors in them, by name.
+
+    ``digest`` is the hash that a manifest on a disk has of itself.
+    """
 
     files: Mapping[str, Entry]
     tensors: Mapping[str, SavedTensor]
+    digest: str = ""
 
     def check_files(self, folder: Path, names: Iterable[str]) -> None:
         """Check the sizes and hashes of some files of a checkpoint.
@@ -255,7 +259,7 @@ def _checked(subject: str, content: Any, remedy: str = REMEDY) -> Manifest:
         _check_places(tensors.values(), files)
     except ValueError as error:
         raise FileError(explain_error(subject, str(error), "pieces as save wrote them", remedy)) from None
-    return Manifest(files, tensors)
+    return Manifest(files, tensors, content["sha256"])
 
 
 def torch_metadata(tensors: Iterable[SavedTensor]) -> Metadata:

@@ -143,6 +143,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
             trained |= {name: is_trained or trained.get(name, False) for name, is_trained in names_of_rank.items()}
         plan = settled(lambda: plan_load(path, contents.tensors, contents.settings, records, trained, strict=strict))
         on_every_rank(lambda: contents.read(plan.boxes))
+        on_every_rank(contents.check_unchanged)
         settled(plan.check)
         host.checkpoint_changing()
         settled(plan.write)

@@ -74,9 +74,10 @@ class Explanation:
         rows: One per parameter, in the order of the groups.
         rank: The rank that this object describes.
         orthogonalizations: Matrices that this rank orthogonalizes in a step.
-        collectives: Collectives of a step in which this rank takes part.
-        bytes_sent: Bytes this rank sends in a step; flags are not counted.
-        bytes_received: Bytes this rank receives in a step; flags are not counted.
+        collectives: Collectives of a step in which this rank takes part. As in the two numbers of bytes, the averaging
+            of gradients is left out, by DDP, FSDP2 or ``gradients="to_owners"``.
+        bytes_sent: Bytes this rank sends in a step; flags and sums for rules are not counted.
+        bytes_received: Bytes this rank receives in a step; flags and sums for rules are not counted.
         flops: FLOPs of one step, for each rank.
         state_bytes: Bytes of optimizer state that this rank keeps from step to step.
         host_bytes: The part of ``state_bytes`` that ``state_device="cpu"`` keeps in CPU memory.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -146,7 +147,7 @@ class RuleSums(SumCallbacks):
             return
         rule, factored_states = matrix_step.kind.rule, self.factored_states.owned.get(assignment, {})
         if all(key in factored_states for key in keys):
-            rule.keep({key: factored_states[key].view(()) for key in keys}, values)
+            rule.keep(MappingProxyType({key: factored_states[key].view(()) for key in keys}), values)
         unsuited, flag = rule.unsuited(values), matrix_step.nonzero
         if unsuited is not None and flag is not False:  # an unchanged matrix has no sums
             self.unsuited[assignment] = unsuited if flag is True else unsuited & flag

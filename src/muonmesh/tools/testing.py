@@ -25,6 +25,7 @@ from muonmesh.comm.storage import Storage, local_of, world_size
 from muonmesh.errors import explain_error
 from muonmesh.layout import FlatShards, Layout, MeshLayout
 from muonmesh.numerics.rules import RULES, ElementwiseRule, Rule, is_known
+from muonmesh.numerics.rules.rule import check_result
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
 from muonmesh.step.runtime import Driver
@@ -53,6 +54,9 @@ _SPECS: tuple[tuple[tuple[int, ...], Any], ...] = (
 """Shapes and splits: smaller than the number of ranks, not divisible by it, tall, wide and square."""
 
 _STEPS = 3
+
+_LENGTHS = 1, 2, 7, 16, 33, 64, 131, 1024, 40_000
+"""Numbers of elements that elementwise parts get together; with the last, torch on a CPU shares them among threads."""
 
 _FAR = 1e-5
 """Largest difference between a device and a CPU in fp32, relative to the largest number of a tensor."""
@@ -265,7 +269,7 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
     rule: Rule | ElementwiseRule = RULES[group["algorithm"]].of(settings)
     keeps = rule.keeps()
     numbers = torch.Generator().manual_seed(generator.randrange(10**6))
-    for length, dtype in itertools.product((1, 2, 7, 16, 33, 64, 131, 1024), (torch.float32, torch.bfloat16)):
+    for length, dtype in itertools.product(_LENGTHS, (torch.float32, torch.bfloat16)):
         border = generator.randint(0, length)
         inputs = {name: _randn((length,), numbers) for name in ("gradient", "weights", "update")}
         inputs["gradient"] = inputs["gradient"].to(dtype)
@@ -277,8 +281,10 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
             )
         cuts = slice(0, None), slice(0, border), slice(border, None)
         copies = [{key: value[cut].clone() for key, value in inputs.items()} for cut in cuts]
+        shape = (2, length // 2) if length % 2 == 0 else (length, 1)
+        copies.append({key: value.view(shape).clone() for key, value in inputs.items()})
         try:
-            whole, *halves = [_run_parts(rule, part_inputs) for part_inputs in copies]
+            whole, *halves, rows = [_run_parts(rule, part_inputs) for part_inputs in copies]
         except Exception as error:
             return (
                 f"{type(rule).__name__}: {error!r} on {length} elements or on {border} of them; needed parts that work "
@@ -287,13 +293,17 @@ def _parts_that_see_neighbours(group: Mapping[str, Any], generator: random.Rando
         if not torch.equal(copies[0]["gradient"], inputs["gradient"]):
             return f"{type(rule).__name__}: the gradient has been written; needed it read only, since it is the user's"
         for part, values in whole.items():
-            for joined, low, high in zip(values, halves[0][part], halves[1][part], strict=True):
-                if not torch.equal(joined, torch.cat([low, high])):
-                    return (
-                        f"{type(rule).__name__}.{part}: {length} elements together have other bits than {border} and "
-                        f"{length - border} apart; needed operations that work element by element and draw no random "
-                        "numbers. What needs whole matrices belongs into whole()"
-                    )
+            for joined, low, high, of_rows in zip(values, halves[0][part], halves[1][part], rows[part], strict=True):
+                other = f"{border} and {length - border} apart"
+                if torch.equal(joined, torch.cat([low, high])):
+                    other = f"as a matrix of {shape[0]}×{shape[1]}"
+                    if torch.equal(joined, of_rows.reshape(-1)):
+                        continue
+                return (
+                    f"{type(rule).__name__}.{part}: {length} elements together have other bits than {other}; needed "
+                    "operations that work element by element, in any shape, and draw no random numbers. What needs "
+                    "whole matrices belongs into whole()"
+                )
     return ""
 
 
@@ -337,7 +347,9 @@ def _run_parts(rule: Rule | ElementwiseRule, inputs: Mapping[str, Tensor]) -> di
     applied = {key: inputs[key] for key, kept_as in rule.keeps().items() if kept_as == "weights"}
     weights, update = inputs["weights"], inputs["update"]
     rule.fold(inputs["gradient"], folded)
-    direction = rule.direction(inputs["gradient"], folded).clone()
+    direction = rule.direction(inputs["gradient"], folded)
+    check_result(rule.direction, direction, weights.shape)
+    direction = direction.clone()
     results: dict[str, Sequence[Tensor]] = {"fold": tuple(folded.values()), "direction": (direction,)}
     matrix_sums, sums = dict[str, Tensor](), tuple[Tensor, ...]()
     if sums_needed := rule.count_of_sums():

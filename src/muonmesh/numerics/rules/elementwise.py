@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from muonmesh.numerics.rules.rule import Hyperparameters
+from muonmesh.numerics.rules.rule import Hyperparameters, check_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class ElementwiseRule(Hyperparameters):
             updated = {key: tensor.to(wide, copy=True) for key, tensor in stored.items()}
             count, fresh = counts[number] + 1, weight.to(wide, copy=True)
             step = self.update(gradient.to(wide), updated, count)
+            check_result(self.update, step, fresh.shape)
             self.decay(fresh, step)
             step = step * self.lr
             fresh.sub_(step)

@@ -11,9 +11,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from muonmesh.errors import explain_error
 from muonmesh.numerics.kernels.threads import run_on_one_thread, scratch
-from muonmesh.numerics.rules.rule import Rule, State
+from muonmesh.numerics.rules.rule import Rule, State, check_result
 
 _CACHED = 1 << 19
 """Number of elements that a CPU works on at a time, so that the operations of a rule find them in the cache. With fewer
@@ -57,7 +56,9 @@ def fold(
                 for key, value in momenta.items():
                     torch.where(active, fresh[key], value, out=value)
         if flat is not None:
-            views[-1].copy_(rule.direction(g, momenta))
+            direction = rule.direction(g, MappingProxyType(momenta))
+            check_result(rule.direction, direction, g.shape)
+            views[-1].copy_(direction)
     if into is not None and flat is not None and flat is not into:
         if into.ndim == 2:  # torch transposes fast only into contiguous memory
             into, flat = into.mT, flat.mT
@@ -104,10 +105,7 @@ def change_whole(
     def change() -> None:
         extra = {} if direction is None else {"direction": copied("direction", direction)}
         changed = part(copied("whole", matrix), MappingProxyType({**state, **extra}))
-        if not isinstance(changed, Tensor) or changed.shape != (1, rows, cols):
-            result = f"shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else f"{type(changed).__name__}"
-            needed = f"a tensor with the shape of its matrix, {(1, rows, cols)}"
-            raise ValueError(explain_error(part.__qualname__, f"a result of {result}", needed, "Return the matrix"))
+        check_result(part, changed, (1, rows, cols), "its matrix")
         # Cast before transposing: torch transposes fast only within one dtype.
         oriented(matrix).copy_(changed[0].to(matrix.dtype))
 
@@ -212,7 +210,7 @@ def summands(rule: Rule, weights: Tensor, update: Tensor, state: State, *, scale
     dtype = torch.promote_types(weights.dtype, torch.float32)
     for p, u, *views in in_cache(weights, _contiguous(update), *state.values()):  # sums are exact, whatever the parts
         wide = spare(u, dtype).copy_(u)
-        terms = rule.summands(p.to(dtype), wide, size, dict(zip(state, views, strict=True)))
+        terms = rule.summands(p.to(dtype), wide, size, MappingProxyType(dict(zip(state, views, strict=True))))
         yield [term.double() for term in terms]
 
 

@@ -188,7 +188,13 @@ class Rule(Hyperparameters):
 
         The name of the parameter decides in which step. Layers of one kind take turns one after the other. The answer
         is the same in every layout, on every rank, and after a resume.
+
+        Raises:
+            TypeError: the rule has not ``takes_turns``, without which the answer would never change.
         """
+        if not self.takes_turns:
+            needed, write = "True, so that the optimizer counts steps", "Write takes_turns = True into the class"
+            raise TypeError(explain_error(f"{type(self).__name__}.is_due", "takes_turns = False", needed, write))
         return (self.steps_taken + self.stagger) % every == 0
 
     def keeps(self) -> Mapping[str, KeptAs]:
@@ -347,14 +353,34 @@ class Rule(Hyperparameters):
         """Return RMS and spectral norm of a step of a whole matrix, rows × cols; NaN if they are not known.
 
         Override this method in a rule of your own that has its own `whole`, `scale` or `apply`, or does not
-        orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out.
+        orthogonalize. Otherwise the sizes of such a rule are NaN, and `Muon.explain` leaves them out. Those of
+        muonmesh with their own `whole` or `apply` keep the RMS, but no longer have equal singular values.
         """
         sized = {"whole", "scale", "apply"}
         own_classes = (kind for kind in type(self).__mro__ if not kind.__module__.startswith("muonmesh."))
         if not self.orthogonalizes or any(sized & vars(kind).keys() for kind in own_classes):
             return StepSize(math.nan, math.nan)
         spectral = float(self.lr) * self.extra_scale_factor * update_scale(rows, cols, self.scale_mode)
-        return StepSize(spectral / math.sqrt(max(rows, cols)), spectral)
+        orthogonal = not self.overrides("whole", "apply")
+        return StepSize(spectral / math.sqrt(max(rows, cols)), spectral if orthogonal else math.nan)
+
+
+def check_result(part: Callable[..., Any], result: object, shape: tuple[int, ...], like: str = "its arguments") -> None:
+    """Check the result of a part of a rule, since torch would broadcast one of another shape.
+
+    Args:
+        part: The method of the rule.
+        result: What it has returned.
+        shape: The shape that is needed.
+        like: What has this shape, for the message.
+
+    Raises:
+        ValueError: the result is no tensor of this shape.
+    """
+    if not isinstance(result, Tensor) or result.shape != shape:
+        found = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"{type(result).__name__}"
+        needed = f"a tensor with the shape of {like}, {tuple(shape)}"
+        raise ValueError(explain_error(part.__qualname__, f"a result of {found}", needed, "Return such a tensor"))
 
 
 def check_keeps(rule: Hyperparameters) -> None:

@@ -77,11 +77,14 @@ def documents_of(files: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """Yield (hash, text) for each file that is UTF-8 text with content. A copy of a file is the same document.
 
     Raises:
-        FileError: a file cannot be read.
+        FileError: a file cannot be read, or has another hash, under which its text would be stored.
     """
     for digest, file in files.items():
         with _reading(file), contextlib.suppress(UnicodeDecodeError):
-            text = file.read_bytes().decode("utf-8")
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise FileError(f"--data: {file} has changed while it was read; needed files that stay. Start again")
+            text = content.decode("utf-8")
             if text.strip() and "\0" not in text:
                 yield digest, text
 
