@@ -52,8 +52,9 @@ class QKClip:
 
     After a step, QKClip scales the logits of each head by γ = min(1, threshold/S). It multiplies the head's rows of W_q
     and W_k, and of their biases, by √γ each. Where heads share a key, and for the rotary part of latent attention, it
-    multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out. With an
-    ``optimizer``, frozen modules are left out too.
+    multiplies only the queries, by γ. Momentum does not change. Position biases and other numbers that are added to the
+    logits count in S, but are not scaled. Layers without a softmax are left out. With an ``optimizer``, frozen modules
+    are left out too.
 
     All ranks that share the model call `step`. One all-reduce takes the largest S of each head over these ranks, for
     each attention module over those that have one of its name. After the first step, the CPU does not wait for the
