@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
@@ -236,3 +236,23 @@ def test_modules_of_one_name_that_differ_are_an_error_on_every_rank(workers) -> 
         assert not changed
         assert message.startswith("layer: found 3 heads on rank 0 of the group and 5 heads on rank 1 of the group")
         assert "Pass process_group=" in message
+
+
+def message_of_flattened_weights() -> tuple[str, bool]:
+    """What the clip says, and whether it changed a weight."""
+    model = nn.Sequential(SeparateAttention(2))
+    clip = mm.QKClip(model, threshold=1.0)
+    clip.record(model[0], torch.full((2,), 9.0))
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    before = [p.detach().clone() for p in wrapped.parameters()]
+    with pytest.raises(ValueError, match="when the QKClip was made") as caught:
+        clip.step()
+    return str(caught.value), not all(map(torch.equal, before, wrapped.parameters()))
+
+
+def test_a_wrapper_that_flattens_weights_is_refused(workers) -> None:
+    """FSDP1's pieces of weights are vectors, of which the first elements were scaled as if they were rows."""
+    for message, changed in workers(2).run(message_of_flattened_weights):
+        assert not changed
+        assert "0.q_proj.weight: found shape (" in message
+        assert "but (8, 8) when the QKClip was made" in message

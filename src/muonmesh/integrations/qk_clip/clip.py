@@ -305,7 +305,11 @@ class QKClip:
 
     @torch.no_grad()
     def _clip(self, optimizer: Muon | None) -> None:
-        """Scale the weights that an optimizer steps; None means all weights of the model."""
+        """Scale the weights that an optimizer steps; None means all weights of the model.
+
+        Raises:
+            ValueError: the shape of a weight has changed, such as by a wrapper that flattens weights.
+        """
         # A logit that is not finite gives no factor. The optimizer's ``skip_above`` handles such steps.
         clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:
@@ -313,13 +317,19 @@ class QKClip:
         gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         tensors = _tensors_of([attention for attention, _ in self._attentions.values()])
         factors: dict[int, list[tuple[LogitRows, Tensor]]] = {}
+        shapes: dict[int, tuple[int, ...]] = {}
         for attention, start in self._attentions.values():
+            shapes.update((id(tensors[name]), shape) for name, shape in attention.shapes.items())
             for rows in attention.rows:
                 factor = gamma[start + rows.head] ** rows.power
                 factors.setdefault(id(tensors[rows.name]), []).append((rows, factor))
         for parameter in self._parameters(optimizer):
             own = parameter.tensor if id(parameter.tensor) in factors else tensors.get(parameter.name)
             if own is not None:
+                if (shape := tuple(parameter.storage.shape)) != shapes[id(own)]:
+                    problem = f"shape {shape}, but {shapes[id(own)]} when the QKClip was made"
+                    needed, write = "weights that keep their shape", "Shard with fully_shard, or leave QKClip out"
+                    raise ValueError(explain_error(parameter.name, problem, needed, write))
                 state = {} if optimizer is None else optimizer.state.get(parameter.tensor, {})
                 if (master := state.get("master")) is not None and master.device != parameter.tensor.device:
                     assert optimizer is not None
@@ -330,12 +340,23 @@ class QKClip:
                     local_of(parameter.tensor.detach()).copy_(weights)
 
     def _parameters(self, optimizer: Muon | None) -> Iterator[OptimizedParameter]:
-        """Yield each parameter of this rank."""
+        """Yield each parameter of this rank.
+
+        Raises:
+            ValueError: DeepSpeed has master weights of a parameter, and there is no optimizer that knows them.
+        """
         if optimizer is not None:
             yield from placed_members(optimizer)
             return
         for key, tensor in self._model.named_parameters():
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
+            if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+                problem, needed = (
+                    "a weight that DeepSpeed copies from its master weight",
+                    "the optimizer with this master",
+                )
+                write = "Write mm.QKClip(engine.module, optimizer=engine.optimizer)"
+                raise ValueError(explain_error(name, problem, needed, write))
             storage = storage_of(name, tensor, replicas)
             yield OptimizedParameter(name, tensor, storage, storage)
 

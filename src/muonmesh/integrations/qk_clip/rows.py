@@ -61,6 +61,7 @@ class Attention:
         rows: The rows of queries and keys that make the logits.
         queries: The module and key of the weight that makes the queries.
         places: The module and key of each parameter in ``rows``, by its name. A tied parameter has several names.
+        shapes: The shape of each of these parameters.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Attention:
     rows: tuple[LogitRows, ...]
     queries: tuple[nn.Module, str]
     places: Mapping[str, tuple[nn.Module, str]]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
@@ -114,8 +116,10 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
         query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) > 1)
         scaled = {row.name for row in rows}
-        places = {site.name: (site.module, site.key) for site, _, _ in entries if site.name in scaled}
-        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places))
+        sites = [site for site, _, _ in entries if site.name in scaled]
+        places = {site.name: (site.module, site.key) for site in sites}
+        shapes = {site.name: tuple(site.shape) for site in sites}
+        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places, shapes))
     if not result:
         found_none = "no attention module whose queries and keys are known"
         needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
