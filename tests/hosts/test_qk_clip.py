@@ -58,3 +58,24 @@ def within_tolerance(values: Tensor, expected: Tensor, tolerance: float = 1e-6) 
 )
 def test_the_masters_of_every_stage_are_clipped(pools: dict[int, Pool], config: dict[str, Any]) -> None:
     assert pools[2].run(clip_in_deepspeed, config) == [([f"{NAME}.q_proj.weight"], [])] * 2
+
+
+def message_without_optimizer(config: dict[str, Any]) -> str:
+    config = {"train_micro_batch_size_per_gpu": 1, **config}
+    ds.as_launchers_do()
+    engine = initialize(model=models.build("llama"), config=config, optimizer={"lr": 0.0, "adamw": {"lr": 0.0}})[0]
+    try:
+        mm.QKClip(engine.module, threshold=100.0).step()
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("config", [zero(1) | BF16, zero(2), zero(3) | BF16], ids=["1 bf16", "2", "3 bf16"])
+def test_weights_that_deepspeed_overwrites_are_refused(pools: dict[int, Pool], config: dict[str, Any]) -> None:
+    """The next step copied the weights from their masters, which were not clipped, so the clip was undone."""
+    for message in pools[2].run(message_without_optimizer, config):
+        assert "found a weight that DeepSpeed copies from its master weight" in message
+        assert message.endswith("Write mm.QKClip(engine.module, optimizer=engine.optimizer)")

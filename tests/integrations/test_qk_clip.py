@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.conditional_detr.modeling_conditional_detr import ConditionalDetrDecoderSelfAttention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioAttention
 
 import muonmesh as mm
 from muonmesh.integrations.qk_clip import attention as attention_module
 from muonmesh.integrations.qk_clip.attention import bound_of, largest_logits
+from tests.support import zoo
 
 COVERS = (
     "integrations.qk_clip.attention.bound_of",
@@ -137,14 +140,56 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     logits = q @ k.repeat_interleave(2, 1).mT * 0.5
     lower = torch.ones(7, 7, dtype=torch.bool).tril()
     expected = logits.masked_fill(~lower, -torch.inf).amax((0, 2, 3))
+    bias = torch.randn(1, 4, 7, 7, generator=generator) * 5
+    biased = (logits + bias).masked_fill(~lower, -torch.inf).amax((0, 2, 3))
     added = torch.zeros(2, 1, 7, 7).masked_fill(~lower, torch.finfo(torch.float32).min)
     block = create_block_mask(lambda b, h, i, j: i >= j, None, None, 7, 7, device="cpu")
     for limit in (1 << 24, 2 * 4 * 7 * 2):
         monkeypatch.setattr(attention_module, "AT_ONCE", limit)
         for mask in (lower[None, None], added, block):
             torch.testing.assert_close(largest_logits(q, k, scale=0.5, mask=mask), expected)
+            torch.testing.assert_close(largest_logits(q, k, scale=0.5, mask=mask, bias=bias), biased)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5, causal=True), expected)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5), logits.amax((0, 2, 3)))
+
+
+class SoftmaxInputs(TorchFunctionMode):
+    """The largest input of each softmax for each head, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.softmax:
+            self.largest.append(args[0].detach().amax((0, 2, 3)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_position_biases_count(attention: str) -> None:
+    """In T5 and its like they come beside the mask. S was the largest product of a query and a key, called exact."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=24, d_kv=4, d_ff=20, num_layers=2, num_heads=6, vocab_size=31, dropout_rate=0
+    )
+    model: Any = transformers.T5EncoderModel(config).train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "relative" in name:
+                p.normal_(std=9.0)
+    padding = torch.ones_like(TOKENS).index_fill_(1, torch.tensor([0]), 0)
+    model.set_attn_implementation("eager")
+    with SoftmaxInputs() as softmaxes:
+        model(input_ids=TOKENS, attention_mask=padding)
+    model.set_attn_implementation(attention)
+    clip = mm.QKClip(model, threshold=1e9)
+    model(input_ids=TOKENS, attention_mask=padding)
+    clip.step()
+    for noted, largest in zip(clip.largest.values(), softmaxes.largest, strict=True):
+        above = noted - largest
+        assert float(above.min()) > -1e-4
+        assert float(above.max()) < (1e-4 if attention == "eager" else math.log(9))
 
 
 class OwnAttention(nn.Module):
@@ -251,6 +296,79 @@ def test_attention_of_ones_own_tells_what_it_computes() -> None:
     torch.testing.assert_close(clip.largest["0"], torch.full((3,), 0.01), rtol=1e-4, atol=0)
 
 
+def test_an_evaluation_between_two_steps_changes_no_weight() -> None:
+    """Attention of one's own recorded in evaluations too, so a model that was evaluated trained to other weights."""
+    torch.manual_seed(0)
+    model, (training, evaluation) = nn.Sequential(Attention()), (torch.randn(2, 5, 8), 9 * torch.randn(2, 5, 8))
+    module, clip = model[0], mm.QKClip(model, threshold=1e9)
+    module(training, clip)
+    clip.step()
+    expected = clip.largest["0"]
+    module(training, clip)
+    module.eval()
+    module(evaluation, clip)
+    clip.record(module, torch.full((3,), 1e6))
+    q = torch.randn(2, 3, 5, 4) * 99
+    with clip.watching(module):
+        scaled_dot_product_attention(q, q, q)
+    module.train()
+    with torch.no_grad(), clip.watching(module):
+        scaled_dot_product_attention(q, q, q)
+    clip.step()
+    assert torch.equal(clip.largest["0"], expected)
+
+
+def test_attention_of_transformers_whose_queries_are_not_known_is_refused() -> None:
+    """It was left out without a word, if other attention of the model was known."""
+    model = nn.ModuleDict({"decoder": ConditionalDetrDecoderSelfAttention(transformers.ConditionalDetrConfig(), 24, 6)})
+    model["language_model"] = build_family("llama")
+    with pytest.raises(
+        ValueError, match=r"decoder: found attention in ConditionalDetrDecoderSelfAttention, whose quer"
+    ):
+        mm.QKClip(model)
+    model["decoder"].requires_grad_(False)
+    assert len(mm.QKClip(model).largest) == 2
+
+
+def test_adapters_inside_an_attention_module_are_refused() -> None:
+    """Zamba2 adds what its adapters make to queries and keys. Only the rest was scaled, so logits stayed too large."""
+    sizes = {**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 6, "num_mem_blocks": 1, "adapter_rank": 4}
+    sizes |= {"mamba_d_state": 8, "mamba_headdim": 6, "n_mamba_heads": 8, "mamba_ngroups": 1}
+    for adapts in (True, False):
+        kinds = ["mamba", "hybrid"] * 2
+        config = transformers.Zamba2Config(**sizes, layers_block_type=kinds, use_shared_attention_adapter=adapts)
+        model = transformers.Zamba2ForCausalLM(config)
+        if adapts:
+            with pytest.raises(ValueError, match=r"self_attn: found linear_q_adapter_list, whose outputs are added"):
+                mm.QKClip(model)
+        else:
+            assert len(mm.QKClip(model).largest) == 2
+
+
+def test_layers_with_configs_of_their_own() -> None:
+    """The config of the whole model raises an error where it is asked for what only its layers have."""
+    with torch.device("meta"):
+        model = transformers.Dots3NoteForCausalLM(zoo.small_config("Dots3NoteForCausalLM", 16))
+    assert model.config.is_heterogeneous
+    assert len(mm.QKClip(model).largest) == 2
+
+
+def test_a_model_may_get_its_memory_later() -> None:
+    """On "meta" nothing could be recorded: "Cannot copy out of meta tensor"."""
+    with torch.device("meta"):
+        model = nn.Sequential(Attention())
+    clip = mm.QKClip(model, threshold=0.01)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p)
+    clip.step()
+    x = torch.randn(2, 5, 8)
+    for _ in range(2):
+        model[0](x, clip)
+        clip.step()
+    torch.testing.assert_close(clip.largest["0"], torch.full((3,), 0.01), rtol=1e-4, atol=0)
+
+
 def test_what_cannot_be_clipped_is_refused() -> None:
     with pytest.raises(ValueError, match="threshold: found 0; needed a number above 0"):
         mm.QKClip(build_family("llama"), threshold=0)
@@ -339,7 +457,10 @@ def test_modules_that_never_record_are_named() -> None:
         for _ in range(250):
             clip.step()
     (said,) = [str(warning.message) for warning in caught]
-    assert re.search(r"QKClip: 0 recorded no logits in 100 steps, so they are not clipped\. If .*clip\.observe", said)
+    assert re.search(
+        r"QKClip: 0 recorded no logits in 100 steps, so they are not clipped\. If .*model\.train\(\).*clip\.observe",
+        said,
+    )
 
 
 def splits_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
@@ -176,3 +177,82 @@ def test_a_clip_with_an_example_is_made_before_the_model_is_sharded(workers) -> 
             assert all(map(torch.equal, weights, expected)), order
             assert message.startswith("QKClip: found example= for a model that is sharded"), message
             assert "Make the QKClip before the model is sharded" in message
+
+
+class SeparateAttention(nn.Module):
+    """Attention of one stage of a pipeline, or of one copy of a model."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, 4
+        self.q_proj, self.k_proj = nn.Linear(8, 4 * heads), nn.Linear(8, 4 * heads)
+
+
+def clipped_on_each_rank(names: list[str], heads: list[int], process_group: str | None) -> tuple[Any, bool, str]:
+    """S of each module of this rank, if rank 0 records 40 and others 4; whether weights changed; and an error.
+
+    With a process group, the weights are those of an optimizer that has it.
+    """
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.ModuleDict({names[rank]: SeparateAttention(heads[rank])})
+    optimizer = None if process_group is None else mm.from_model(model, lr=0.0, process_group=process_group)
+    clip = mm.QKClip(model, threshold=10.0, optimizer=optimizer)
+    clip.record(model[names[rank]], torch.full((heads[rank],), 4.0 if rank else 40.0))
+    before, message = [p.detach().clone() for p in model.parameters()], ""
+    try:
+        if optimizer is None:
+            clip.step()
+        else:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+    except ValueError as error:
+        message = str(error)
+    changed = not all(map(torch.equal, before, model.parameters()))
+    return {name: largest.tolist() for name, largest in clip.largest.items()}, changed, message
+
+
+@pytest.mark.parametrize("heads", [[3, 3], [2, 5]])
+def test_stages_of_a_pipeline_keep_their_own_logits(workers, heads: list[int]) -> None:
+    """Without process_group= the maximum mixed heads of other layers, or, of other numbers of heads, had no end."""
+    results = workers(2).run(clipped_on_each_rank, ["first", "second"], heads, None)
+    assert results == [({"first": [40.0] * heads[0]}, True, ""), ({"second": [4.0] * heads[1]}, False, "")]
+
+
+def test_copies_that_train_alone_keep_their_own_logits(workers) -> None:
+    """The logits of another rank's copy shrank the weights of this one."""
+    results = workers(2).run(clipped_on_each_rank, ["layer", "layer"], [3, 3], "local")
+    assert results == [({"layer": [40.0] * 3}, True, ""), ({"layer": [4.0] * 3}, False, "")]
+
+
+def test_copies_of_one_model_have_the_largest_logit_of_all(workers) -> None:
+    results = workers(2).run(clipped_on_each_rank, ["layer", "layer"], [3, 3], None)
+    assert results == [({"layer": [40.0] * 3}, True, "")] * 2
+
+
+def test_modules_of_one_name_that_differ_are_an_error_on_every_rank(workers) -> None:
+    for _, changed, message in workers(2).run(clipped_on_each_rank, ["layer", "layer"], [3, 5], None):
+        assert not changed
+        assert message.startswith("layer: found 3 heads on rank 0 of the group and 5 heads on rank 1 of the group")
+        assert "Pass process_group=" in message
+
+
+def message_of_flattened_weights() -> tuple[str, bool]:
+    """What the clip says, and whether it changed a weight."""
+    model = nn.Sequential(SeparateAttention(2))
+    clip = mm.QKClip(model, threshold=1.0)
+    clip.record(model[0], torch.full((2,), 9.0))
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    before = [p.detach().clone() for p in wrapped.parameters()]
+    with pytest.raises(ValueError, match="when the QKClip was made") as caught:
+        clip.step()
+    return str(caught.value), not all(map(torch.equal, before, wrapped.parameters()))
+
+
+def test_a_wrapper_that_flattens_weights_is_refused(workers) -> None:
+    """FSDP1's pieces of weights are vectors, of which the first elements were scaled as if they were rows."""
+    for message, changed in workers(2).run(message_of_flattened_weights):
+        assert not changed
+        assert "0.q_proj.weight: found shape (" in message
+        assert "but (8, 8) when the QKClip was made" in message

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muonmesh.errors import explain_error
+from muonmesh.names import canonical_name
 
 AT_ONCE = 1 << 24
 """The number of logits to compute at a time, so that their fp32 values take at most 64 MiB."""
@@ -69,7 +70,9 @@ def bound_of(lse: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False) -> Tensor:
+def largest_logits(
+    query: Tensor, key: Tensor, *, scale: float, mask: Any = None, bias: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Return the largest logit of each head, fp32 (heads,); -inf if a mask excludes all logits of a head.
 
     Args:
@@ -78,6 +81,7 @@ def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None
         scale: The factor of the products of queries and keys.
         mask: None; bool, True where a query attends to a key; numbers to add to the logits; or a `BlockMask` of flex
             attention. Tensors broadcast to (batch, heads, queries, keys).
+        bias: Numbers that are added to the logits beside the mask, such as a position bias; broadcast likewise.
         causal: Whether a query ignores later keys; the last query attends to all keys. Only without a mask.
     """
     batch, heads, queries, _ = query.shape
@@ -89,10 +93,12 @@ def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None
     queries_in_chunk = max(1, AT_ONCE // max(1, batch * heads * keys))
     for start in range(0, queries, queries_in_chunk):
         chunk = grouped[:, :, :, start : start + queries_in_chunk]
+        rows = slice(start, start + queries_in_chunk)
         logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
+        if bias is not None:
+            logits = logits + _part(bias.detach(), rows, keys)
         if allowed is not None:
-            part = allowed if allowed.shape[-2] == 1 else allowed[..., start : start + queries_in_chunk, :]
-            part = part[..., :keys]
+            part = _part(allowed, rows, keys)
             logits = logits.masked_fill_(~part, -torch.inf) if part.dtype == torch.bool else logits + part
         elif causal:
             last = torch.arange(start, start + chunk.shape[3], dtype=torch.int64, device=query.device) + keys - queries
@@ -101,6 +107,11 @@ def largest_logits(query: Tensor, key: Tensor, *, scale: float, mask: Any = None
         if logits.numel():
             torch.maximum(largest, logits.amax((0, 2, 3)), out=largest)
     return largest
+
+
+def _part(added: Tensor, rows: slice, keys: int) -> Tensor:
+    """Return what a mask or a bias has for some queries and the first keys; its dims may be 1 where it broadcasts."""
+    return (added if added.shape[-2] == 1 else added[..., rows, :])[..., :keys]
 
 
 def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -162,14 +173,39 @@ def _refuse_hidden_attention(module: nn.Module) -> None:
 
     A forward of your own may tell a `QKClip` what it computes.
     """
-    forward: Any = inspect.unwrap(module.forward)
-    inside = str(forward.__module__).partition(".")[0] == "transformers"
-    if inside and "ALL_ATTENTION_FUNCTIONS" not in forward.__code__.co_names:
+    if _is_of_transformers(forward := inspect.unwrap(module.forward)) and not _uses_interface(forward):
         problem = "a forward that does not use the attention interface of transformers"
         needed = "attention that QKClip can watch"
         write = "Give the module a forward of your own before, which runs this one in `with clip.watching(module):` or "
         write += "calls clip.observe(module, query, key, scale=...); or leave QKClip out"
         raise ValueError(explain_error(type(module).__name__, problem, needed, write))
+
+
+def refuse_unknown_attention(model: nn.Module, clipped: Collection[nn.Module], without: Collection[str]) -> None:
+    """Raise ValueError if a module of `transformers` attends, and is trained, but its queries and keys are not known.
+
+    Args:
+        model: The model.
+        clipped: The modules whose queries and keys are known.
+        without: The names of modules without a softmax.
+    """
+    for name, module in model.named_modules():
+        forward: Any = inspect.unwrap(module.forward)
+        attends = _is_of_transformers(forward) and _uses_interface(forward)
+        trains = [parameter.requires_grad for parameter in module.parameters()]
+        if attends and module not in clipped and canonical_name(name) not in without and (any(trains) or not trains):
+            problem = f"attention in {type(module).__name__}, whose queries and keys are not known"
+            needed, write = "to know which weights to scale", "Leave QKClip out, or freeze this module"
+            raise ValueError(explain_error(canonical_name(name), problem, needed, write))
+
+
+def _is_of_transformers(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).partition(".")[0] == "transformers"
+
+
+def _uses_interface(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _watch_eager(module: nn.Module) -> None:
@@ -210,7 +246,8 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             causal = kwargs.get("is_causal")
             causal = getattr(module, "is_causal", True) if causal is None else causal
             causal = name == "sdpa" and attention_mask is None and bool(causal)
-            clip.observe(module, query, key, scale=scale, mask=attention_mask, causal=causal)
+            bias = kwargs.get("position_bias")
+            clip.observe(module, query, key, scale=scale, mask=attention_mask, bias=bias, causal=causal)
         else:
             needed = "a kernel known to return the log-sum-exp of each head's logits, without a softcap"
             write = 'Write model.set_attn_implementation("sdpa") before QKClip(model)'

@@ -15,12 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from muonmesh.checkpoint.record import boxes_of, fill, recorded_in
+from muonmesh.comm.gather_objects import first_difference, gather_objects
 from muonmesh.comm.placing import storage_of
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.errors import calling, escaped, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.parameter_sites import class_names
-from muonmesh.integrations.qk_clip.attention import KernelBounds, largest_logits, watch
+from muonmesh.integrations.qk_clip.attention import (
+    KernelBounds,
+    largest_logits,
+    refuse_unknown_attention,
+    watch,
+)
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
@@ -46,11 +52,15 @@ class QKClip:
 
     After a step, QKClip scales the logits of each head by γ = min(1, threshold/S). It multiplies the head's rows of W_q
     and W_k, and of their biases, by √γ each. Where heads share a key, and for the rotary part of latent attention, it
-    multiplies only the queries, by γ. Momentum does not change. Layers without a softmax are left out. With an
-    ``optimizer``, frozen modules are left out too.
+    multiplies only the queries, by γ. Momentum does not change. Position biases and other numbers that are added to the
+    logits count in S, but are not scaled. Layers without a softmax are left out. With an ``optimizer``, frozen modules
+    are left out too.
 
-    All ranks that share the model call `step`. One all-reduce takes the largest S of each head over these ranks. The
-    CPU does not wait for the device.
+    All ranks that share the model call `step`. One all-reduce takes the largest S of each head over these ranks, for
+    each attention module over those that have one of its name. After the first step, the CPU does not wait for the
+    device.
+
+    Only modules in training mode record. So an evaluation between two steps changes no weight.
 
     Args:
         model: Any module, as it is trained; sharded or not, but with ``example`` not yet sharded.
@@ -58,14 +68,16 @@ class QKClip:
         optimizer: The optimizer after whose steps the weights are clipped: a `Muon`, or a wrapper of one, such as a
             DeepSpeed engine's. QKClip then also clips shards that are no DTensors, flat buffers and fp32 master
             weights. None: write ``clip.step()`` after each step; only plain weights and DTensors are clipped.
-        process_group: The ranks that train this model, or this pipeline stage; None means all.
+        process_group: The ranks that train this model, or this pipeline stage; None means all. With an ``optimizer``
+            whose ``process_group`` is "local", None means those that share parameters with this rank.
         example: One forward of the model, as for `split_params`. It shows which rows of a fused weight make queries and
             keys. If one weight makes both, this or an ``optimizer`` whose ``"matrices"`` say it is needed.
 
     Raises:
         ValueError: QKClip knows no attention module of this model, or a module bounds its logits by norms of queries
             and keys, the threshold is not above 0, or another QKClip already clips this model; or an ``optimizer`` is
-            given, and a module that is trained has weights to scale that are frozen or that it does not step.
+            given, and a module that is trained has weights to scale that are frozen or that it does not step; or
+            an attention module of `transformers` that is trained has queries and keys that are not known.
     """
 
     def __init__(
@@ -101,13 +113,14 @@ class QKClip:
         if muons:
             _refuse_unstepped(attention_modules, muons)
         self._without = without_softmax(model)
+        refuse_unknown_attention(model, [a.module for a in attention_modules], self._without)
         self._sources: dict[int, str] = {}
         self._steps = 0
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
         self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device=device)
+        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32)  # goes to the device of the first logits
         self._last = self._largest
+        self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
         if of_transformers:
             watch(model, of_transformers, self)
@@ -126,9 +139,19 @@ class QKClip:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def observe(
-        self, module: nn.Module, query: Tensor, key: Tensor, *, scale: float, mask: Any = None, causal: bool = False
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float,
+        mask: Any = None,
+        bias: Tensor | None = None,
+        causal: bool = False,
     ) -> None:
         """Record the largest logits of one call of your own attention module, computed from queries and keys.
+
+        A module in eval mode records nothing.
 
         Args:
             module: The attention module.
@@ -136,10 +159,12 @@ class QKClip:
             key: Shape (batch, groups, keys, size).
             scale: The factor of the products of queries and keys.
             mask: None, bool, numbers to be added, or a BlockMask, see `largest_logits`.
+            bias: Numbers to be added beside the mask, such as a position bias.
             causal: Whether a query ignores later keys.
         """
-        self.record(module, largest_logits(query, key, scale=scale, mask=mask, causal=causal))
-        self._sources[id(module)] = "exact, computed once more"
+        if module.training:
+            self.record(module, largest_logits(query, key, scale=scale, mask=mask, bias=bias, causal=causal))
+            self._sources[id(module)] = "exact, computed once more"
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -147,11 +172,14 @@ class QKClip:
 
         It supports `torch.nn.functional.scaled_dot_product_attention` (not its math kernel),
         `torch.nn.attention.varlen`, and flash-attn 2 and 3. If keys come part by part, as in ring attention, all parts
-        count.
+        count. A module in eval mode, or without gradients, records nothing.
 
         Raises:
             ValueError: No supported kernel ran in this context.
         """
+        if not module.training or not torch.is_grad_enabled():
+            yield
+            return
         with KernelBounds() as kernels:
             yield
         if kernels.bound is None:
@@ -161,7 +189,7 @@ class QKClip:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None, bound: bool = False) -> None:
-        """Record the largest logit of each head of an attention module.
+        """Record the largest logit of each head of an attention module; nothing if it is in eval mode.
 
         Args:
             module: The attention module.
@@ -177,6 +205,8 @@ class QKClip:
         if id(module) not in self._attentions:
             names = ", ".join(a.name for a, _ in self._attentions.values())
             raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {names}"))
+        if not module.training:
+            return
         attention, start = self._attentions[id(module)]
         if first is None:
             first = _first_head(attention, len(largest))
@@ -213,21 +243,73 @@ class QKClip:
 
     def _agree(self) -> None:
         """Take the largest S of each head over all ranks, and reset the recorded values."""
-        largest = self._largest.nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
+        # By the device of the weights on every rank: some ranks may have recorded nothing, or logits of another device.
+        device = next(getattr(*attention.queries).device for attention, _ in self._attentions.values())
+        largest = self._largest.to(device).nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
         self._largest = torch.full_like(self._largest, -torch.inf)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        self._last = largest
+        self._last = self._over_all_ranks(largest)
         self._steps += 1
         missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
         if self._steps == PATIENCE and missing:
             text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
-            text += "their forward runs, let it call clip.observe(self, query, key, scale=...), or run its kernel in "
-            warn(text + "`with clip.watching(self):`. print(clip.explain()) lists all of them")
+            text += (
+                "their forward runs, call model.train() before it, since modules in eval mode record nothing; or let "
+            )
+            text += (
+                "it call clip.observe(self, query, key, scale=...), or run its kernel in `with clip.watching(self):`. "
+            )
+            warn(text + "print(clip.explain()) lists all of them")
+
+    def _over_all_ranks(self, largest: Tensor) -> Tensor:
+        """Return the largest S of each head over the ranks that have an attention module of this name.
+
+        Ranks may have other modules: stages of a pipeline. So the ranks first tell each other theirs, once.
+
+        Raises:
+            ValueError: the numbers of heads of a module differ; on every rank.
+        """
+        group = self._ranks()
+        if group is None or dist.get_world_size(group) <= 1:  # -1: this rank is not in it
+            return largest
+        if self._sharing is None or self._sharing[0] is not group:
+            heads_by_name = {a.name: a.heads for a, _ in self._attentions.values()}
+            of_ranks = gather_objects(heads_by_name, group=group)
+            if (difference := first_difference(of_ranks)) is not None:
+                name, *ranks = difference
+                problem = " and ".join(f"{of_ranks[rank][name]} heads on rank {rank} of the group" for rank in ranks)
+                needed, write = (
+                    "the same module on all ranks",
+                    "Pass process_group= with the ranks that share the model",
+                )
+                raise ValueError(explain_error(name, problem, needed, write))
+            of_all = {name: heads for names in of_ranks for name, heads in names.items()}
+            starts = dict(zip(of_all, accumulate(of_all.values(), initial=0), strict=False))
+            own = [starts[name] + head for name, heads in heads_by_name.items() for head in range(heads)]
+            index = torch.tensor(own, dtype=torch.int64, device=largest.device)
+            self._sharing = group, sum(of_all.values()), index
+        _, total, index = self._sharing
+        of_model = largest.new_full((total,), -torch.inf)
+        of_model[index] = largest
+        dist.all_reduce(of_model, dist.ReduceOp.MAX, group=group)
+        return of_model[index]
+
+    def _ranks(self) -> dist.ProcessGroup | None:
+        """Return the ranks over which S is the largest; None for this rank alone."""
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        for optimizer in (reference() for reference in self._optimizers):
+            if self._group is None and optimizer is not None and optimizer._runtime.process_group == "local":
+                connected = optimizer._runtime.connected
+                return None if connected is None else connected.exchange.communicator.group
+        return self._group or dist.group.WORLD
 
     @torch.no_grad()
     def _clip(self, optimizer: Muon | None) -> None:
-        """Scale the weights that an optimizer steps; None means all weights of the model."""
+        """Scale the weights that an optimizer steps; None means all weights of the model.
+
+        Raises:
+            ValueError: the shape of a weight has changed, such as by a wrapper that flattens weights.
+        """
         # A logit that is not finite gives no factor. The optimizer's ``skip_above`` handles such steps.
         clipped = (self._last > self.threshold) & self._last.isfinite()
         if optimizer is not None:
@@ -235,26 +317,46 @@ class QKClip:
         gamma = torch.where(clipped, self.threshold / self._last.double(), 1.0)
         tensors = _tensors_of([attention for attention, _ in self._attentions.values()])
         factors: dict[int, list[tuple[LogitRows, Tensor]]] = {}
+        shapes: dict[int, tuple[int, ...]] = {}
         for attention, start in self._attentions.values():
+            shapes.update((id(tensors[name]), shape) for name, shape in attention.shapes.items())
             for rows in attention.rows:
                 factor = gamma[start + rows.head] ** rows.power
                 factors.setdefault(id(tensors[rows.name]), []).append((rows, factor))
         for parameter in self._parameters(optimizer):
             own = parameter.tensor if id(parameter.tensor) in factors else tensors.get(parameter.name)
             if own is not None:
+                if (shape := tuple(parameter.storage.shape)) != shapes[id(own)]:
+                    problem = f"shape {shape}, but {shapes[id(own)]} when the QKClip was made"
+                    needed, write = "weights that keep their shape", "Shard with fully_shard, or leave QKClip out"
+                    raise ValueError(explain_error(parameter.name, problem, needed, write))
                 state = {} if optimizer is None else optimizer.state.get(parameter.tensor, {})
+                if (master := state.get("master")) is not None and master.device != parameter.tensor.device:
+                    assert optimizer is not None
+                    optimizer.finish()  # the step may still copy it to the CPU
                 weights = parameter.weights(state)
                 scale_rows(weights, parameter.storage, factors[id(own)])
                 if state.get("master") is not None:
                     local_of(parameter.tensor.detach()).copy_(weights)
 
     def _parameters(self, optimizer: Muon | None) -> Iterator[OptimizedParameter]:
-        """Yield each parameter of this rank."""
+        """Yield each parameter of this rank.
+
+        Raises:
+            ValueError: DeepSpeed has master weights of a parameter, and there is no optimizer that knows them.
+        """
         if optimizer is not None:
             yield from placed_members(optimizer)
             return
         for key, tensor in self._model.named_parameters():
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
+            if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+                problem, needed = (
+                    "a weight that DeepSpeed copies from its master weight",
+                    "the optimizer with this master",
+                )
+                write = "Write mm.QKClip(engine.module, optimizer=engine.optimizer)"
+                raise ValueError(explain_error(name, problem, needed, write))
             storage = storage_of(name, tensor, replicas)
             yield OptimizedParameter(name, tensor, storage, storage)
 
@@ -309,7 +411,10 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
     """
     dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
     factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
-    for rows, factor in factors:
+    values = torch.stack([factor for _, factor in factors]).to(
+        local.device
+    )  # weights, or masters, may be in CPU memory
+    for (rows, _), factor in zip(factors, values.unbind(), strict=True):
         part = factor_of_index[rows.low : rows.high]
         torch.minimum(part, factor, out=part)  # a tied parameter makes the logits of several modules
     wide = torch.promote_types(local.dtype, torch.float32)

@@ -18,6 +18,7 @@ from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
 _NORM = re.compile(r"(q|k|qk|query|key)_?((layer|rms|l2)_?)?(norm|ln)|(norm|ln)_?(q|k|qk|query|key)")
+_ADAPTER = re.compile(r"(.*_)?(q|k|query|key)_adapter.*")
 
 # Names of projections in attention modules, and of parameters that the modules hold themselves: what they make.
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -60,6 +61,7 @@ class Attention:
         rows: The rows of queries and keys that make the logits.
         queries: The module and key of the weight that makes the queries.
         places: The module and key of each parameter in ``rows``, by its name. A tied parameter has several names.
+        shapes: The shape of each of these parameters.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Attention:
     rows: tuple[LogitRows, ...]
     queries: tuple[nn.Module, str]
     places: Mapping[str, tuple[nn.Module, str]]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Mapping[str, Any]) -> list[Attention]:
@@ -105,7 +108,7 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
         if any("CodeGen" in kind for kind in class_names(owner)):  # q, v, k by quarters
             _refuse_heads(first, owner, "q, v, k", None, None, first.shape[0])
         name = first.name.rsplit(".", 1 if first.module is owner else 2)[0]
-        _refuse_norms(name, owner)
+        _refuse_norms_and_adapters(name, owner)
         heads, _ = _heads_of(owner, "q")
         if heads is None:
             _refuse_heads(first, owner, "q", None, None, first.shape[0])
@@ -113,8 +116,10 @@ def attentions(model: nn.Module, forward_facts: Mapping[int, Facts], stepped: Ma
         rows = tuple(row for site, attribute, form in entries for row in _rows(site, owner, attribute, form))
         query_weight = next(site for site, attribute, _ in entries if "q" in _named(attribute) and len(site.shape) > 1)
         scaled = {row.name for row in rows}
-        places = {site.name: (site.module, site.key) for site, _, _ in entries if site.name in scaled}
-        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places))
+        sites = [site for site, _, _ in entries if site.name in scaled]
+        places = {site.name: (site.module, site.key) for site in sites}
+        shapes = {site.name: tuple(site.shape) for site in sites}
+        result.append(Attention(name, owner, heads, rows, (query_weight.module, query_weight.key), places, shapes))
     if not result:
         found_none = "no attention module whose queries and keys are known"
         needed = "modules called ...Attention that hold q_proj and k_proj, or a fused projection that is known"
@@ -134,8 +139,12 @@ def _is_linear(module: nn.Module) -> bool:
     return states_linear or any(_NO_SOFTMAX.fullmatch(name) for name in class_names(module))
 
 
-def _refuse_norms(name: str, owner: nn.Module) -> None:
+def _refuse_norms_and_adapters(name: str, owner: nn.Module) -> None:
     for key, child in owner._modules.items():
+        if child is not None and _ADAPTER.fullmatch(key) and any(True for _ in child.parameters()):
+            fault = f"{key}, whose outputs are added to queries or keys, and which QKClip would not scale"
+            write = "Leave QKClip out, or leave these projections without adapters"
+            raise ValueError(explain_error(name, fault, "plain projections of queries and keys", write))
         if child is not None and not isinstance(child, nn.Identity) and _NORM.fullmatch(key):
             fault = f"{key}, which norms queries or keys, so that their weights' size does not change the logits"
             needed = "attention whose logits grow with its weights"
@@ -235,8 +244,14 @@ def _heads_of(owner: nn.Module, part: str) -> tuple[int | None, int | None]:
 
 
 def _said_by(owner: nn.Module, *names: str) -> int | None:
-    """Return the first positive integer under these attribute names, of a module and then of its config; else None."""
-    for holder in (owner, getattr(owner, "config", None)):
+    """Return the first positive integer under these attribute names, of a module and then of its config; else None.
+
+    The layers of one model may have different configs, which `transformers` keeps in the config of the model.
+    """
+    config: Any = getattr(owner, "config", None)
+    if getattr(config, "is_heterogeneous", False) and isinstance(layer := getattr(owner, "layer_idx", None), int):
+        config = config.per_layer_config[layer]
+    for holder in (owner, config):
         for name in names:
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
