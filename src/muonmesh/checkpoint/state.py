@@ -26,11 +26,17 @@ from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, che
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
+_OF_ONE_RANK = (
+    "The file has the shards of one rank. Save with muonmesh.checkpoint, or a file for each rank. If a framework "
+)
+_OF_ONE_RANK += "saves the optimizer on one rank only, as under DDP, leave out shard_state=True"
+
 REFUSED: Refused = {
     "missing": "Load the state of an optimizer of the same kind, or start with fresh state",
     "stranger": "Remove it from the state. Masters need Muon(..., master_dtype=torch.float32)",
     "shape": _RESHARD,
     "place": _RESHARD,
+    "rank": _OF_ONE_RANK,
     "numbers": "Load an older checkpoint: this one was saved after training had diverged, or was damaged since",
 }
 """What a load refuses of a state, and what to write; devices and dtypes become those of this optimizer. What
