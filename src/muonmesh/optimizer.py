@@ -543,7 +543,8 @@ class Muon(torch.optim.Optimizer):
         planned = plan(self.param_groups, runtime) if filled else None
         if runtime.connected is not None:  # it holds the old state, for which there may be no memory beside the new one
             runtime.connected.forget_steps()
-        restore_state(self, state_dict, runtime.precision, planned, super().load_state_dict)
+        frozen = runtime.idle.frozen
+        restore_state(self, state_dict, runtime.precision, planned, frozen, super().load_state_dict)
         keep_rates_apart(self.param_groups, runtime.replaced)
         runtime.interrupted, runtime.loaded = None, planned is not None and bool(planned.members)
 

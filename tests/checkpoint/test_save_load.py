@@ -155,6 +155,38 @@ def test_state_with_other_placements_is_refused_by_load_state_dict() -> None:
     assert "placed (Shard(dim=0), Shard(dim=1)), (3, 4) here. Load it with torch.distributed.checkpoint" in message
 
 
+def load_own_and_first(layout: str, path: str) -> tuple[dict[str, Tensor], str]:
+    """Go on with the file of this rank, and say what is said of the first rank's."""
+    model, optimizer = build_layout(layout)
+    problem.advance(model, optimizer, 0, 2)
+    rank, message = dist.get_rank(), ""
+    torch.save(optimizer.state_dict(), f"{path}/{rank}")
+    dist.barrier()
+    problem.advance(model, optimizer, 2, 3)
+    fresh = build_layout(layout)[1]
+    try:
+        fresh.load_state_dict(torch.load(f"{path}/0", weights_only=False))
+    except mm.StateError as error:
+        message = str(error)
+        assert not fresh.state
+    model, optimizer = build_layout(layout)
+    problem.advance(model, optimizer, 0, 2)
+    optimizer.load_state_dict(torch.load(f"{path}/{rank}", weights_only=False))
+    problem.advance(model, optimizer, 2, 4)
+    return problem.result(model, optimizer), message
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp-shared", "hsdp-shared"])
+def test_shards_of_one_rank_are_refused_by_the_others(workers, tmp_path: Path, layout: str) -> None:
+    """A framework that saves on the first rank only, as Accelerate and Trainer do under DDP."""
+    results = workers(4).run(load_own_and_first, layout, str(tmp_path))
+    for rank, (result, message) in enumerate(results):
+        assert problem.differing(result, never_stopped()) == []
+        assert rank != 0 or message == ""
+        assert rank == 0 or "of the rank at (0," in message
+        assert rank == 0 or "leave out shard_state=True" in message
+
+
 class Late(dcp.FileSystemWriter):
     """Writes when it is told to."""
 

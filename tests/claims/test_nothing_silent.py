@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import OptimStateKeyType
 
 import muonmesh as mm
 from muonmesh.layout import FlatShards, MeshLayout
@@ -395,6 +397,51 @@ def test_state_by_name_of_a_group_that_is_two_now() -> None:
     assert len(set(names)) == 2
 
 
+def of_unfrozen(frozen: int) -> tuple[Deep, mm.Muon]:
+    """Of four layers of one shape one is frozen."""
+    torch.manual_seed(0)
+    model = Deep(range(4))
+    model.layers[str(frozen)].requires_grad_(False)
+    return model, mm.from_model(model, lr=0.1, overrides={".*": "muon"})
+
+
+@pytest.mark.parametrize(("saved", "now"), [(3, 0), (0, 3), (2, 1)])
+def test_state_of_the_same_number_of_other_layers_is_refused(saved: int, now: int) -> None:
+    """torch counts parameters: each layer would go on with the momentum of another one."""
+    _, optimizer = of_unfrozen(saved)
+    step_once(optimizer, 0)
+    _, other = of_unfrozen(now)
+    with pytest.raises(
+        mm.StateError, match=r"found the state of layers\.\d\.weight in the place of layers\.\d\.weight"
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
+def test_state_under_new_names_loads() -> None:
+    """The model is inside of another one now."""
+    _, optimizer = of_layers(range(3))
+    step_once(optimizer, 0)
+    model = nn.ModuleDict({"inner": Deep(range(3))})
+    other = mm.from_model(model, lr=0.1, overrides={".*": "muon"})
+    other.load_state_dict(optimizer.state_dict())
+    momenta = [[state["momentum_buffer"] for state in each.state.values()] for each in (optimizer, other)]
+    assert same_bits(*momenta)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_whose_names_a_framework_has_mixed_up_is_refused(size: int) -> None:
+    """torch's `rekey_optim_state_dict`, which Lightning calls, takes groups for being in the order of the model."""
+    apart = {f"layers.{n}.weight": {"lr": 0.3} for n in range(size)}
+    model, optimizer = of_layers(range(4), **apart)
+    step_once(optimizer, 0)
+    mixed = FSDP.rekey_optim_state_dict(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model)
+    twin, other = of_layers(range(4), **apart)
+    with pytest.raises(mm.StateError, match=r"found the state of layers\.\d\.weight in the place of.*its own checkp"):
+        dcp_state.set_optimizer_state_dict(twin, other, mixed)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.3]
+
+
 def in_state(number: int, key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
     """Change an entry of the state of the matrix, 0, or of the vector."""
 
@@ -550,6 +597,17 @@ def test_a_parameter_unfrozen_after_the_split_is_told_with_what_to_write() -> No
     (message,) = warnings_of_steps(optimizer, model, 300)
     assert message.startswith("1.weight, 1.bias were frozen when the optimizer was made")
     assert "add_param_group" in message
+
+
+def test_parameters_that_train_in_the_place_of_others_are_told_at_once() -> None:
+    """As PEFT's `set_adapter` switches: in a hundred steps nothing would learn."""
+    model, optimizer = frozen_and_not()
+    assert warnings_of_steps(optimizer, model, 3) == []
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    (message,) = warnings_of_steps(optimizer, model, 1)
+    assert message.startswith("1.weight, 1.bias were frozen when the optimizer was made")
+    assert warnings_of_steps(optimizer, model, 50) == []
 
 
 def test_a_parameter_unfrozen_and_added_is_not_told() -> None:

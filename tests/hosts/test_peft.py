@@ -12,7 +12,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, QuantoConfig, TorchAoConfig
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    QuantoConfig,
+    TorchAoConfig,
+)
 
 import muonmesh as mm
 from tests.hosts.replay import different, weights
@@ -110,6 +117,39 @@ def test_saved_modules_are_what_they_copy() -> None:
         "down_proj": "muon",
         "lm_head": "adamw.head",
     }
+
+
+def factors_of_experts(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Cut a tensor of the shape of a factor as PEFT's `get_delta_weight` cuts the factor: experts × out × in."""
+    if "lora_A" in name:
+        return tensor.reshape(layer.num_experts, -1, tensor.shape[-1])
+    return tensor.reshape(tensor.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+
+
+def test_factors_of_each_expert_are_matrices_of_their_own() -> None:
+    """PEFT keeps the factors of all experts of a layer in one weight: A one after the other, B column by column."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes))
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=Q, target_parameters=experts))
+    optimizer = mm.from_model(model, **SETTINGS)
+    layers = [module for module in model.modules() if hasattr(module, "num_experts") and hasattr(module, "lora_A")]
+    trained = [(layer, *pair) for layer in layers for pair in layer.named_parameters() if pair[1].requires_grad]
+    held = {id(p): (layer, name, p) for layer, name, p in trained if "base_layer" not in name}
+    assert len(held) == 4
+    plain = {key: nn.Parameter(factors_of_experts(*one).detach().contiguous()) for key, one in held.items()}
+    beside = mm.Muon([{"params": [*plain.values()], "algorithm": "muon"}], **RATE)
+    data = Tokens()
+    for number in range(3):
+        optimizer.zero_grad()
+        batch = torch.stack([data[number + row]["input_ids"] for row in range(4)])
+        model(input_ids=batch, labels=batch).loss.backward()
+        for key, (layer, name, p) in held.items():
+            plain[key].grad = factors_of_experts(layer, name, p.grad).contiguous()
+        optimizer.step()
+        beside.step()
+    assert all(torch.equal(factors_of_experts(*one), plain[key]) for key, one in held.items())
 
 
 # ------------------------------------------------------------------ quantized bases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,17 @@ from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, che
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
+_OF_ONE_RANK = (
+    "The file has the shards of one rank. Save with muonmesh.checkpoint, or a file for each rank. If a framework "
+)
+_OF_ONE_RANK += "saves the optimizer on one rank only, as under DDP, leave out shard_state=True"
+
 REFUSED: Refused = {
     "missing": "Load the state of an optimizer of the same kind, or start with fresh state",
     "stranger": "Remove it from the state. Masters need Muon(..., master_dtype=torch.float32)",
     "shape": _RESHARD,
     "place": _RESHARD,
+    "rank": _OF_ONE_RANK,
     "numbers": "Load an older checkpoint: this one was saved after training had diverged, or was damaged since",
 }
 """What a load refuses of a state, and what to write; devices and dtypes become those of this optimizer. What
@@ -138,6 +144,7 @@ def restore_state(
     state_dict: Mapping[str, Any],
     precision: Precision,
     planned: StepPlan | None,
+    frozen: Collection[str],
     load: Callable[[dict[str, Any]], None],
 ) -> None:
     """Load a state dict with torch's ``load_state_dict``, but the state tensors without torch's casts.
@@ -150,6 +157,7 @@ def restore_state(
         state_dict: The result of ``state_dict()``.
         precision: The dtypes of the state.
         planned: The plan with the parameters' layouts; None for an empty state.
+        frozen: Names of the model's parameters that were frozen when the groups were made.
         load: torch's ``load_state_dict``.
 
     Raises:
@@ -164,7 +172,7 @@ def restore_state(
 
     def inspect(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         loaded.update(state)
-        _check_groups(before, state)
+        _check_groups(before, state, frozen)
         for name, parameter, entry in _entries(before, state):
             tensors = {key: _tensor(key, value) for key, value in entry.items()}
             check_state(name, forms[parameter].values(), tensors, REFUSED)
@@ -224,7 +232,7 @@ def _on_host(lr: Any) -> Any:
     return lr.cpu() if isinstance(lr, Tensor) and not lr.is_meta else lr
 
 
-def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], frozen: Collection[str]) -> None:
     write = 'Write load_state_dict(saved["optimizer"]), which has the "state" and the "param_groups" of state_dict()'
     saved_groups = check_state_dict("load_state_dict", state_dict, write)["param_groups"]
     foreign = not any("algorithm" in group for group in saved_groups)  # each group of ours has it
@@ -248,6 +256,12 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
                 write = f"{_AS_SAVED}, or give StateDictOptions(flatten_optimizer_state_dict=True) to save and load"
                 raise StateError(explain_error(subject, fault, needed, write))
             del settings["param_names"]
+        names = list(map(canonical_name, settings.get("param_names", group["param_names"])))
+        by_name = all(isinstance(key, str) for key in saved["params"])
+        if pair := _displaced(names, group["param_names"], {*trained, *frozen}, by_name=by_name):
+            fault, needed = f"the state of {pair[0]} in the place of {pair[1]}", "the same parameters in the same order"
+            write = f"{_AS_SAVED}. Lightning's ModelParallelStrategy resumes its own checkpoints only"
+            raise StateError(explain_error(subject, fault, needed, write if by_name else _AS_SAVED))
         if "lr" in settings:
             settings["lr"] = _on_host(settings["lr"])
         try:
@@ -258,11 +272,27 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any]) -
                 raise StateError(str(error)) from None
             fault = f"settings of another optimizer ({error})"
             raise StateError(explain_error("the state", fault, "those of muonmesh", f"Write {_CONVERT}")) from None
-        names = list(map(canonical_name, settings.get("param_names", group["param_names"])))
-        if names != group["param_names"] and sorted(names) == sorted(group["param_names"]):
-            fault = "its parameters in another order in the state"
-            needed = f"the order of this optimizer, {group['param_names'][:4]} and so on, or each would get the state "
-            raise StateError(explain_error(subject, fault, f"{needed}of another", _AS_SAVED))
+
+
+def _displaced(
+    names: Sequence[str], current: Sequence[str], known: Collection[str], *, by_name: bool
+) -> tuple[str, str] | None:
+    """Return a parameter of this model whose saved state is in the place of another parameter, and this one.
+
+    Other names may be new names of the same parameters.
+
+    Args:
+        names: The saved names of a group.
+        current: The names of the group in this optimizer.
+        known: The names of all parameters of this model.
+        by_name: Whether the state was found by name, as by torch's checkpoint functions. A group then has the names of
+            one of the saved groups that its parameters were in. None of the names are its own if the functions were
+            given other names: torch's ``rekey_optim_state_dict`` numbers parameters in the order of the model.
+    """
+    if by_name and not {*names}.isdisjoint(current) and {*names} != {*current}:
+        return None
+    pairs = zip(names, current, strict=False)
+    return next(((saved, name) for saved, name in pairs if saved != name and saved in known), None)
 
 
 def _names_left_out(saved: Mapping[str, Any], names: Sequence[str]) -> set[str]:

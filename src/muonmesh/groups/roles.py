@@ -157,7 +157,12 @@ def _adapter(site: Site) -> Role | None:
         if inner not in ("base_layer", "modules_to_save") and hasattr(adapter, "adapter_layer_names"):
             reason = f"of the adapter {class_of(adapter)}: the matrix that acts is computed from it"
             rows = isinstance(getattr(adapter, "base_layer", None), nn.Embedding)
-            return _adamw("vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices", reason, site)
+            role = _adamw("vectors" if len(site.shape) < 2 else "embeddings" if rows else "matrices", reason, site)
+            experts = getattr(adapter, "num_experts", 1)
+            if experts > 1 and len(site.shape) == 2 and "ParamWrapper" in class_names(adapter, "peft"):
+                cut: Matrices = ("heads", experts, 0) if inner == "lora_A" else ("interleaved", experts, 1)
+                return replace(role, matrices=cut, reason=f"{reason}, a pair of factors for each of {experts} experts")
+            return role
         inner = name
     return None
 

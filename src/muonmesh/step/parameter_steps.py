@@ -34,7 +34,7 @@ Momenta = Mapping[str, Any]
 _RESIZED = "Write del optimizer.state[parameter] after resizing a parameter, which needs fresh state"
 REFUSED: Refused = {
     "shape": _RESIZED,
-    "owned": _RESIZED,
+    "owned": "Load it with muonmesh.checkpoint, since each rank keeps that of its own matrices",
     "device": "Move it back, or load the state again",
 }
 """What a step refuses of a state, and what to write; what is missing begins anew."""

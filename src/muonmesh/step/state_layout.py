@@ -156,10 +156,10 @@ COUNTED = {COUNT: StateLayout("count", Storage(None, ()))}
 
 # ---------------------------------------------------------------- the form of state here, and its check
 
-Kind: TypeAlias = Literal["missing", "stranger", "shape", "owned", "place", "device", "numbers"]
+Kind: TypeAlias = Literal["missing", "stranger", "shape", "owned", "place", "rank", "device", "numbers"]
 """The kinds of faults of a state, apart from values that are no dense tensors, which nothing takes. State has another
 shape in general ("shape"), or as what the owners of other matrices keep ("owned"). It has another place if its mesh or
-its placements differ."""
+its placements differ, and is of another rank if that stores another shard ("rank")."""
 
 Refused: TypeAlias = Mapping[Kind, str]
 """The kinds of faults that are errors, each with what to write."""
@@ -228,7 +228,10 @@ def _faults(
         _, layout, shape, dtype, device, _ = forms[key]
         local = layout.local_of(f"{name}: {key}", value, dtype)
         description, needed = _described(local.shape, value), _described(shape, layout.storage)
-        if tuple(local.shape) != shape:
+        if other := _other_shard(value, layout.storage):
+            at, own = other
+            yield "rank", f"{key} of the rank at {at} in its mesh", f"the shard of this rank, which is at {own}"
+        elif tuple(local.shape) != shape:
             kind: Kind = "owned" if layout.at_owner else "shape"
             yield kind, f"{key} {description}", f"{needed}, as this rank stores it"
         elif description != needed and not layout.at_owner:
@@ -237,6 +240,20 @@ def _faults(
             yield "device", f"{key} on {local.device}", f"it on {device}, as its parameter and state_device say"
         if "numbers" in refused and (wrong := wrong_state(key, local)):
             yield "numbers", f"{wrong} in {key}", NUMBERS
+
+
+def _other_shard(value: object, storage: Storage) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the coordinates of the rank whose shard a DTensor is, and of this rank; None if both store the same shard.
+
+    A DTensor from a file has the mesh of the rank that has written the file.
+    """
+    if not isinstance(value, DTensor) or storage.mesh is None or value.device_mesh.shape != storage.mesh.shape:
+        return None
+    at, own = value.device_mesh.get_coordinate(), storage.mesh.get_coordinate()
+    if at is None or own is None or value.placements != storage.placements:
+        return None
+    shards = zip(at, own, storage.placements, strict=True)
+    return (tuple(at), tuple(own)) if any(i != k and not placed.is_replicate() for i, k, placed in shards) else None
 
 
 NUMBERS = "finite floating-point numbers of 16 bits or more, of at least 0 where a step makes no others"

@@ -47,6 +47,7 @@ class IdleParameters:
     counts: dict[str, int] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _looked_at: set[str] = field(default_factory=set)
+    _newly_missing: bool = False
 
     def error(self, missing: Mapping[str, Tensor], *, any_gradient: bool) -> LayoutError | None:
         """Return the error for parameters that will certainly never have a gradient; None if there are none.
@@ -65,6 +66,7 @@ class IdleParameters:
             return LayoutError(about(listed([*missing]), text))
         fresh = missing.keys() - self._looked_at
         model = None if self.model is None or not fresh else self.model()
+        self._newly_missing = model is not None
         if model is None:
             return None
         self._looked_at |= fresh
@@ -105,6 +107,7 @@ class IdleParameters:
             warn(text)
         if self.steps % PATIENCE == 1:
             self._looked_at.clear()
+        if self.steps % PATIENCE == 1 or (missing and self._newly_missing):
             self._look_for_others(groups)
 
     def _look_for_others(self, groups: Sequence[Mapping[str, Any]]) -> None:
