@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -174,6 +175,157 @@ def test_the_ranks_of_keller_jordan_s_muon_each_have_some_and_sort_by_shape() ->
         mm.StateError, match=r"up\.weight: found no state of it in the source; needed .*, and the files of all ranks"
     ):
         convert(ranks[:1], muon, package="keller_jordan", params=[MATRICES, REST])
+
+
+LAYERS = {"a": (6, 8), "b": (6, 8), "c": (12, 8), "d": (6, 8)}
+
+
+class Layers(nn.Module):
+    """Matrices of two shapes: sorted by shape, the third comes first, and all but the last move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in LAYERS.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def jordan_files(count: int) -> list[dict[str, Any]]:
+    """Return what each rank of KellerJordan's distributed Muon saves: matrix i is with rank i modulo ``count``."""
+    momenta = {name: torch.full(shape, number + 1.0) for number, (name, shape) in enumerate(LAYERS.items())}
+    in_order = [momenta[name] for name in ("c", "a", "b", "d")]
+    groups = [{"params": [0, 1, 2, 3], "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}]
+    states = [{i: {"momentum_buffer": in_order[i]} for i in range(rank, 4, count)} for rank in range(count)]
+    return [{"state": state, "param_groups": groups} for state in states]
+
+
+def converted_layers(
+    files: list[dict[str, Any]], *, strict: bool = True, package: PackageName = "keller_jordan"
+) -> Any:
+    optimizer = mm.Muon(list(Layers().named_parameters()))
+    state = convert(files, optimizer, package=package, params=[[*LAYERS]], strict=strict)["state"]
+    return [float(state[number]["momentum_buffer"].mean()) if number in state else None for number in range(4)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_all_ranks_together_tell_that_matrices_are_sorted(count: int) -> None:
+    """One file alone may fit the order of the model as well: that of rank 1 has one small matrix of several."""
+    assert converted_layers(jordan_files(count)) == [1.0, 2.0, 3.0, 4.0]
+    assert converted_layers(jordan_files(count), strict=False) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_files_that_do_not_tell_the_order_are_refused() -> None:
+    with pytest.raises(
+        mm.StateError, match=r"b: found state that fits the given order and that of sorted shapes; needed"
+    ):
+        converted_layers(jordan_files(4)[1:2], strict=False)
+
+
+def test_only_optimizers_that_sort_are_sorted() -> None:
+    """Sorting would make shapes fit that are those of other matrices."""
+    files = jordan_files(1)
+    files[0]["param_groups"] = [
+        {**torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).defaults, "params": [0, 1, 2, 3]}
+    ]
+    with pytest.raises(mm.StateError, match=r"a: found momentum_buffer of shape \(12, 8\); needed \(6, 8\)"):
+        converted_layers(files, package="torch")
+
+
+def test_names_of_a_live_optimizer_are_those_of_its_tensors() -> None:
+    """``params`` in another order does not count: an optimizer may have sorted its matrices."""
+    model = Layers()
+    named = dict(model.named_parameters())
+    muon = torch.optim.Muon([named[name] for name in ("c", "b", "a", "d")])
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    muon.step()
+    state = convert(muon, mm.Muon(list(named.items())), params=[[*LAYERS]])["state"]
+    expected = [float(muon.state[parameter]["momentum_buffer"].mean()) for parameter in model.parameters()]
+    assert [float(state[number]["momentum_buffer"].mean()) for number in range(4)] == expected
+    assert len({*expected}) == 4
+
+
+def test_sources_that_disagree_are_refused() -> None:
+    """Files of two steps; the first one would have won."""
+    files = jordan_files(2)
+    later = {**files[0], "state": {0: {"momentum_buffer": files[0]["state"][0]["momentum_buffer"] + 1}}}
+    with pytest.raises(mm.StateError, match=r"c: found different states in two sources; needed one state of it"):
+        converted_layers([*files, later])
+    assert converted_layers([*files, files[0]]) == [1.0, 2.0, 3.0, 4.0]
+
+    model = Net()
+    states = []
+    for steps in (1, 2):
+        adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(steps):
+            adamw.step()
+        states.append(adamw.state_dict())
+    everything = mm.from_model(model, overrides={".*": "adamw"})
+    with pytest.raises(mm.StateError, match="found different states in two sources"):
+        convert(states, everything, package="torch")
+
+
+def test_a_name_twice_is_refused() -> None:
+    muon = mm.Muon(list(Layers().named_parameters()))
+    with pytest.raises(mm.StateError, match=r"a: found its name 2 times among those of one source"):
+        convert(jordan_files(1), muon, package="keller_jordan", params=[["a", "a", "c", "d"]], strict=False)
+
+
+def test_state_by_name_of_torch_s_own_function() -> None:
+    """`get_optimizer_state_dict` writes names where `state_dict` writes numbers."""
+    model = Net()
+    muon = torch.optim.Muon([parameter for _, parameter in named_state(model, MATRICES)])
+    adamw = torch.optim.AdamW([parameter for _, parameter in named_state(model, REST)])
+    give_fp64(model, 1)
+    muon.step()
+    adamw.step()
+    optimizer = mm.from_model(model)
+    by_name = convert(get_optimizer_state_dict(model, [muon, adamw]), optimizer, package="torch")
+    live = convert([muon, adamw], optimizer)
+    assert by_name["param_groups"] == live["param_groups"]
+    for number, entry in live["state"].items():
+        assert all(torch.equal(value, by_name["state"][number][key]) for key, value in entry.items())
+
+
+def test_matrices_of_dion_s_lion_begin_anew() -> None:
+    """Lion's momentum has the key of Muon's, and is an average where Muon's is a sum."""
+    model = Net()
+    muon = mm.from_model(model)
+    saved: Any = peers.saved_state("dion", [torch.ones(20, 12), torch.ones(20, 20)], [])
+    saved["param_groups"][0]["algorithm"] = "lion"
+    arguments: Any = {"package": "dion", "params": [MATRICES, []]}
+    with pytest.raises(
+        mm.StateError, match=r"up\.weight: found the state of lion; needed that of muon.* strict=False\)$"
+    ):
+        convert(saved, muon, **arguments)
+    assert convert(saved, muon, **arguments, strict=False)["state"] == {}
+
+
+OLD_JORDAN = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+"""A group of KellerJordan's Muon of 2024, which sums gradients."""
+OTHER_MUONS: list[tuple[PackageName, dict[str, Any], str]] = [
+    ("torch", OLD_JORDAN, "no setting 'ns_coefficients'"),
+    ("torch", {**torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).defaults, "algo": "muon"}, "the setting 'algo'"),
+    ("emerging_optimizers", OLD_JORDAN, "the setting 'nesterov'"),
+    ("megatron", {**KELLER_JORDAN, "dampening": 0}, "the setting 'dampening'"),
+    ("keller_jordan", {**KELLER_JORDAN, "qk_clip_alpha": 0.5}, "the setting 'qk_clip_alpha'"),
+    ("dion", {"mu": 0.9, "lr": 0.01, "fraction": 0.25}, "the setting 'fraction'"),
+]
+
+
+@pytest.mark.parametrize(("package", "group", "found"), OTHER_MUONS)
+def test_groups_of_other_muons_are_refused(package: PackageName, group: dict[str, Any], found: str) -> None:
+    """Some of them sum gradients: read as an average, a sum would outweigh the next gradients 20 times."""
+    key = "momentum" if package == "dion" else "momentum_buffer"
+    saved = {
+        "state": {n: {key: torch.ones(4, 4)} for n in range(4)},
+        "param_groups": [{**group, "params": [0, 1, 2, 3]}],
+    }
+    with pytest.raises(
+        mm.StateError, match=rf"source: found {found} in a group; needed groups as {package} makes them"
+    ):
+        converted_layers([saved], package=package)
 
 
 def test_what_the_source_lacks_begins_anew_if_asked() -> None:

@@ -223,6 +223,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dion", {"algorithm": "lion"}, "lion"),
     ("dion", {"use_gram_newton_schulz": True}, "use_gram_newton_schulz"),
     ("dion", {"split_sizes": (4, 4)}, "split_sizes"),
+    ("deepspeed", {"per_head_muon": True}, "per_head_muon"),
+    ("emerging_optimizers", {"weight_update_hook": "hyperball"}, "weight_update_hook"),
+    ("megatron", {"lr": 3e-4, "optimizer": "adam"}, "optimizer"),
     ("emerging_optimizers", {"weight_decay_method": "l2"}, "weight_decay_method"),
     ("emerging_optimizers", {"coefficient_type": "aol"}, "coefficient_type"),
     ("torch", {"adjust_lr_fn": "new"}, "adjust_lr_fn"),
@@ -234,6 +237,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_has_no_counterpart_is_refused(name: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=rf"{words}.*; needed "):
         mm.convert_settings(name, **settings)
+
+
+class DecoupledAdamW(torch.optim.AdamW):
+    """As composer's: the decay is not multiplied by the rate."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["weight_decay"])
+        return None
+
+
+class NamedAdamW(torch.optim.AdamW):
+    """A class of another name alone."""
+
+
+def test_a_subclass_with_another_step_is_refused() -> None:
+    matrix = nn.Parameter(random_fp64(4, 6))
+    with pytest.raises(TypeError, match=r"DecoupledAdamW; needed an optimizer .* of a package that is known"):
+        mm.convert_settings(DecoupledAdamW([matrix], weight_decay=1e-4))
+    assert mm.convert_settings(NamedAdamW([matrix], weight_decay=0.3))["weight_decay"] == 0.3
+
+
+def test_a_decay_in_a_tensor_is_a_number() -> None:
+    """dion takes one, so that a CUDA graph reads it."""
+    settings = mm.convert_settings("dion", weight_decay=torch.tensor(0.25), lr=torch.tensor([0.5]))
+    assert (settings["weight_decay"], settings["adamw"]["weight_decay"], settings["lr"]) == (0.25, 0.25, 0.5)
+    mm.Muon([nn.Parameter(random_fp64(4, 6))], **{key: value for key, value in settings.items() if key != "adamw"})
 
 
 def test_optimizers_that_do_not_say_how_they_step_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -25,7 +26,7 @@ from muonmesh.step.runtime import Runtime
 from muonmesh.step.state_layout import NUMBERS, wrong_state
 from muonmesh.tools.checkpoints.archive import read_archive
 from muonmesh.tools.local_part import local_part
-from muonmesh.tools.migration.package import ParameterState
+from muonmesh.tools.migration.package import ALGORITHMS, ParameterState
 from muonmesh.tools.migration.packages import PACKAGES, PackageName, foreign_setting, groups_of
 
 _OR_NEW = ". To begin with new state there, write convert(..., strict=False)"
@@ -40,6 +41,26 @@ class SourceState(NamedTuple):
     package: PackageName
     groups: Sequence[Mapping[str, Any]]
     state: Mapping[Any, Mapping[str, Any]]
+
+
+class NamedGroup(NamedTuple):
+    """One param group of another optimizer, with the names of its parameters.
+
+    Attributes:
+        package: The package of the optimizer.
+        number: The number of the group in its source.
+        settings: The group as it was saved.
+        names: The name of each parameter.
+        entries: The saved state of each parameter; empty if the source has none.
+        is_live: Whether the names are those of the optimizer's own tensors, so that they are in the right order.
+    """
+
+    package: PackageName
+    number: int
+    settings: Mapping[str, Any]
+    names: Sequence[str]
+    entries: Sequence[Mapping[str, Any]]
+    is_live: bool
 
 
 @plain_modes()
@@ -72,7 +93,7 @@ def convert(
             source, then the groups of the second, and so on. If every source has as many groups as ``params``, such as
             one file for each rank, ``params`` applies to each source.
         strict: Whether every parameter must get state. If False, a parameter starts with new state if the source has
-            none of it, or the state of AdamW for a parameter that Muon trains here, or the reverse.
+            none of it, or that of another algorithm than trains it here, such as dion's Lion.
 
     Returns:
         ``{"state": ..., "param_groups": ...}`` by number, with names. Momentum is an average, in fp32 where it was a
@@ -81,7 +102,7 @@ def convert(
 
     Raises:
         StateError: the state belongs to another model or, by a setting of its groups, to another package; or it is
-            incomplete, or holds values that no step of Muon or AdamW leaves.
+            incomplete, differs between sources, or holds values that no step of Muon or AdamW leaves.
         FileError: a file cannot be read, holds more than data, or has changed since it was written.
         TypeError, ValueError: the source belongs to no known package, or an argument is wrong.
     """
@@ -89,19 +110,17 @@ def convert(
     sources: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     opened = [state for single_source in sources for state in _opened(single_source, package)]
     orders = iter(_orders(params, [len(saved.groups) for saved in opened]))
+    groups = [group for saved in opened for group in _named_groups(saved, orders, recipients)]
     states: dict[str, ParameterState] = {}
-    for saved in opened:
-        keys = PACKAGES[saved.package].state_keys
-        for group, names in zip(saved.groups, _names(saved, orders, recipients), strict=True):
-            if (foreign := foreign_setting(saved.package, group)) is not None:
-                needed = (
-                    f"groups as {saved.package} makes them, since some Muons keep averages of gradients and some sums"
-                )
-                write = "Name the package that wrote the state, or begin with new state"
-                raise StateError(explain_error("source", f"the setting {foreign!r} in a group", needed, write))
-            for key, name in zip(group["params"], names, strict=True):
-                if (entry := saved.state.get(key)) and name not in states:  # another source may have the missing state
-                    states[name] = keys.read(name, group, entry)
+    for group in _in_saved_order(groups, recipients):
+        _check_package(group)
+        keys = PACKAGES[group.package].state_keys
+        for name, entry in zip(group.names, group.entries, strict=True):
+            if entry:  # another source may have the missing state
+                state = keys.read(name, group.settings, entry)
+                if name in states:
+                    _check_agreement(name, states[name], state)
+                states.setdefault(name, state)
     return _state_dict(optimizer.param_groups, recipients, states, strict=strict)
 
 
@@ -202,24 +221,27 @@ def _orders(
     return [*params] * (sum(groups) // max(1, len(params)))
 
 
-def _names(
+def _named_groups(
     saved: SourceState, orders: Iterator[Sequence[str | Tensor] | None], recipients: Mapping[str, OptimizedParameter]
-) -> list[Sequence[str]]:
-    """Return the names of the parameters of each group, in the order of the saved state.
+) -> list[NamedGroup]:
+    """Return the groups of a source with the names of their parameters, in the order of the saved state.
 
     Raises:
-        StateError: the state has no names, or names of other parameters than the recipients'.
+        StateError: the state has no names, or names of other parameters than the recipients', or one name twice.
     """
     by_id = {id(recipient.tensor): recipient.name for recipient in recipients.values()}
-    names = []
+    groups: list[NamedGroup] = []
     for number, group in enumerate(saved.groups):
         keys, order = group["params"], next(orders)
-        if order is not None:
-            chosen = [by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
-        elif all(id(key) in by_id for key in keys):  # an optimizer over this very model
+        is_live = all(id(key) in by_id for key in keys)
+        if is_live:  # an optimizer over this very model
             chosen = [by_id[id(key)] for key in keys]
+        elif order is not None:
+            chosen = [by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
         elif group.get("param_names"):
             chosen = list(map(canonical_name, group["param_names"]))
+        elif all(isinstance(key, str) for key in keys):  # by get_optimizer_state_dict
+            chosen = list(map(canonical_name, keys))
         else:
             fault = f"{len(keys)} parameters in group {number} that have numbers instead of names"
             needed = "their names, or the optimizer itself over the parameters of this model"
@@ -232,27 +254,89 @@ def _names(
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
             raise StateError(explain_error("source", fault, needed, write))
-        names.append(_as_sorted(chosen, [saved.state.get(key, {}) for key in keys], recipients))
-    return names
+        entries = [saved.state.get(key, {}) for key in keys]
+        groups.append(NamedGroup(saved.package, number, group, chosen, entries, is_live))
+    names = Counter(name for group in groups for name in group.names)
+    for name, count in names.items():
+        if count > 1:
+            fault, write = f"its name {count} times among those of one source", "Name each parameter once in params="
+            raise StateError(explain_error(name, fault, "one state of it", write))
+    return groups
 
 
-def _as_sorted(
-    names: Sequence[str], entries: Sequence[Mapping[str, Any]], recipients: Mapping[str, OptimizedParameter]
-) -> Sequence[str]:
-    """Return the names in the order of the state.
+def _in_saved_order(groups: Sequence[NamedGroup], recipients: Mapping[str, OptimizedParameter]) -> list[NamedGroup]:
+    """Return the groups with their names in the order of the saved state.
+
+    Each rank of KellerJordan's distributed Muon saves the state of some matrices, so only the files of all ranks
+    together show whether the matrices were sorted.
+    """
+    ranks: dict[tuple[int, tuple[str, ...]], list[NamedGroup]] = {}
+    for group in groups:
+        ranks.setdefault((group.number, tuple(group.names)), []).append(group)
+    names = {key: _saved_order(same_group, recipients) for key, same_group in ranks.items()}
+    return [group._replace(names=names[group.number, tuple(group.names)]) for group in groups]
+
+
+def _saved_order(ranks: Sequence[NamedGroup], recipients: Mapping[str, OptimizedParameter]) -> Sequence[str]:
+    """Return the names of one group, of which each rank has saved a part, in the order of the saved state.
 
     KellerJordan's distributed Muon sorts its matrices by shape, with a stable sort. If the shapes fit in the given
     order, the given order is right.
+
+    Raises:
+        StateError: too few matrices have state to tell whether they were sorted.
     """
-    shapes = [recipients[name].tensor.shape for name in names]
-    saved = [[value.shape for value in entry.values() if isinstance(value, Tensor) and value.ndim] for entry in entries]
+    group = ranks[0]
+    names = group.names
+    by_shape = sorted(names, key=lambda name: recipients[name].tensor.shape, reverse=True)
+    sorts = PACKAGES[group.package].sorts and group.settings.get("use_muon") is not False
+    saved = [[entry for entry in entries if entry] for entries in zip(*(rank.entries for rank in ranks), strict=True)]
+    if group.is_live or not sorts or not _fit(saved, by_shape, recipients):
+        return names
+    if not _fit(saved, names, recipients):
+        return by_shape
+    unclear = [name for name, other, entries in zip(names, by_shape, saved, strict=True) if entries and name != other]
+    if unclear:
+        fault = "state that fits the given order and that of sorted shapes"
+        needed = "the files of all ranks, or the order of the saved state"
+        write = "Convert the files of all ranks in one call, or sort params= as that optimizer does, by shape"
+        raise StateError(explain_error(unclear[0], fault, needed, write))
+    return names
 
-    def fits(order: Sequence[int]) -> bool:
-        return all(not allowed or shapes[number] in allowed for number, allowed in zip(order, saved, strict=True))
 
-    original_order = range(len(names))
-    order = sorted(original_order, key=lambda number: shapes[number], reverse=True)
-    return [names[number] for number in order] if not fits(original_order) and fits(order) else names
+def _fit(
+    saved: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str], recipients: Mapping[str, OptimizedParameter]
+) -> bool:
+    """Return whether each saved entry has a tensor with the shape of the parameter of that name."""
+    return all(
+        any(isinstance(value, Tensor) and value.shape == recipients[name].tensor.shape for value in entry.values())
+        for name, entries in zip(names, saved, strict=True)
+        for entry in entries
+    )
+
+
+def _check_package(group: NamedGroup) -> None:
+    """Raise a StateError if the group shows that another package saved it."""
+    second = PACKAGES[group.package].state_keys.second
+    has_momentum = any(entry and second not in entry for entry in group.entries)
+    foreign = foreign_setting(group.package, group.settings, has_momentum=has_momentum)
+    if foreign is not None:
+        needed = f"groups as {group.package} makes them, since some Muons keep averages of gradients and some sums"
+        write = "Name the package that wrote the state, or begin with new state. If the setting is your own, remove it "
+        write += "from the group, or add it to muonmesh.settings.FOREIGN_KEYS"
+        raise StateError(explain_error("source", f"{foreign} in a group", needed, write))
+
+
+def _check_agreement(name: str, first: ParameterState, second: ParameterState) -> None:
+    """Raise a StateError if two sources have different states of one parameter, such as files of different steps."""
+    keys = ("momentum_buffer", "step")  # moments may differ by the rounding of sums over ranks
+    pairs = [(local_of(first.state[key]), local_of(second.state[key])) for key in keys if key in first.state]
+    if first.algorithm != second.algorithm or not all(
+        tensor.shape == other.shape and torch.equal(tensor, other.to(tensor)) for tensor, other in pairs
+    ):
+        fault = "different states in two sources"
+        write = "Hand over the state of one step, once for each parameter"
+        raise StateError(explain_error(name, fault, "one state of it", write))
 
 
 # ---------------------------------------------------------------- translation
@@ -283,6 +367,8 @@ def _state_dict(
             if remembered.algorithm != algorithm:
                 needed = f"that of {algorithm}, to which the parameter belongs here"
                 write = f'Write overrides={{r"{name}": "{remembered.algorithm}"}} for from_model{_OR_NEW}'
+                if remembered.algorithm not in ALGORITHMS:
+                    write = _OR_NEW.removeprefix(". ")
                 raise StateError(explain_error(name, f"the state of {remembered.algorithm}", needed, write))
             state[number] = {
                 key: _placed(recipient, key, value) if key in recipient.state_layouts else value

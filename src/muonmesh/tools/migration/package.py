@@ -16,14 +16,18 @@ from muonmesh.numerics.rules import step_count
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.settings import FOREIGN_KEYS
 
+ALGORITHMS = ("muon", "adamw")
+"""The values of "algorithm" in a group whose state muonmesh can keep; dion also has "lion"."""
+
 
 class ParameterState(NamedTuple):
     """The state of one parameter, with muonmesh's keys.
 
     Attributes:
-        algorithm: "muon" or "adamw", the algorithm to which the state belongs.
-        state: "momentum_buffer", an average, for Muon; "exp_avg", "exp_avg_sq" and "step", 0-d fp32, for AdamW. Tensors
-            have the shape in which the other optimizer keeps them.
+        algorithm: "muon" or "adamw", the algorithm to which the state belongs; any other rule of the package by the
+            package's name.
+        state: "momentum_buffer", an average, for Muon; "exp_avg", "exp_avg_sq" and "step", 0-d fp32, for AdamW; nothing
+            for other rules. Tensors have the shape in which the other optimizer keeps them.
     """
 
     algorithm: str
@@ -46,6 +50,7 @@ class StateKeys:
         second: The key of AdamW's second moment.
         count: The key of AdamW's step count. If it is missing, "step" of the group is read.
         beside: Keys that change no step of Muon, such as counts.
+        mark: A key of every group with momentum, if a package that keeps sums has the same other keys.
     """
 
     momentum: str = "momentum_buffer"
@@ -55,6 +60,7 @@ class StateKeys:
     second: str = "exp_avg_sq"
     count: str = "step"
     beside: frozenset[str] = frozenset({"step"})
+    mark: str | None = None
 
     def read(self, name: str, group: Mapping[str, Any], entry: Mapping[str, Any]) -> ParameterState:
         """Return the state of one parameter, with muonmesh's keys.
@@ -67,6 +73,9 @@ class StateKeys:
         Raises:
             StateError: the saved state is incomplete, or has values that no step of Muon or AdamW leaves.
         """
+        rule = group.get("algorithm")
+        if isinstance(rule, str) and rule not in ALGORITHMS:
+            return ParameterState(rule, {})
         is_adamw = self.second in entry
         needed = (self.first, self.second) if is_adamw else (self.momentum,)
         missing = [
@@ -112,6 +121,11 @@ def _number(value: Any) -> float | None:
     return float(value) if is_finite(value) and value >= 0 else None
 
 
+def _plain_number(value: Any) -> Any:
+    """Return the number in a tensor of one element, such as a rate of torch or a decay of dion; else the value."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 Settings: TypeAlias = dict[str, Any]
 Halves: TypeAlias = dict[str, Settings]
 """Settings of muonmesh that a group of another package gives, by algorithm: "muon", "adamw" or both."""
@@ -133,6 +147,8 @@ class Package:
         cautious_adamw: Whether AdamW's decay is cautious where Muon's is.
         beside: Settings that change no step, such as the device or the implementation.
         state_keys: The keys of the package's state.
+        keeps_settings: Whether groups have Muon's settings, and not only its rate, momentum and decay.
+        sorts: Whether an optimizer sorts the matrices of a group by shape.
     """
 
     defaults: Mapping[str, Any]
@@ -143,6 +159,8 @@ class Package:
     cautious_adamw: bool = False
     beside: frozenset[str] = frozenset()
     state_keys: StateKeys = field(default_factory=StateKeys)
+    keeps_settings: bool = True
+    sorts: bool = False
 
     def read_group(self, raw_group: Mapping[str, Any]) -> Halves:
         """Return the settings of muonmesh for a group of the package, or for its settings without parameters.
@@ -150,8 +168,9 @@ class Package:
         Raises:
             ValueError: a key is unknown, or its value has no counterpart in muonmesh.
         """
+        raw_group = {key: _plain_number(value) for key, value in raw_group.items()}
         rate = raw_group.get("initial_lr", raw_group.get("lr", self.defaults["lr"]))
-        group = {**self.defaults, **raw_group, "lr": float(rate) if isinstance(rate, Tensor) else rate}
+        group = {**self.defaults, **raw_group, "lr": rate}
         for key in [*raw_group, *group]:  # a default under another name of the same setting comes last
             group.setdefault(plain(key), group[key])
         for key, value in raw_group.items():
@@ -160,7 +179,7 @@ class Package:
             if plain(key) == "scale_mode":
                 fine, write = (*self.scales,), "Write one of them"
             if fine is None:
-                if key not in self.defaults and key not in self.beside and key not in _COMMON | FOREIGN_KEYS:
+                if key not in self.defaults and key not in self.beside and key not in COMMON | FOREIGN_KEYS:
                     names = ", ".join(self.defaults)
                     raise ValueError(explain_error("settings", f"{key!r}", f"some of {names}", "Correct or remove it"))
             elif matters and not any(value is allowed or value == allowed for allowed in fine):
@@ -218,11 +237,12 @@ _NAMES = {
     "adjust_lr": "scale_mode",
     "adjust_lr_fn": "scale_mode",
     "num_ns_steps": "ns_steps",
+    "momentum_beta": "momentum",
     "epsilon": "eps",
 }
 """Other packages' names of settings → the names in this file. If a group has both, the name in this file counts."""
 
-_COMMON = frozenset({"params", "param_names", "name"})
+COMMON = frozenset({"params", "param_names", "name"})
 _OFF = (None, False)
 _DECOUPLED = ((True, "decoupled"), "Leave it out: our decay is decoupled")
 _DECAYS = dict.fromkeys(("weight_decay_method", "decoupled_weight_decay", "adam_w_mode", "is_adamw"), _DECOUPLED)
@@ -235,18 +255,21 @@ WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "maximize": (_OFF, "Leave it out and negate the loss"),
     "split_sizes": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model'),
     "num_heads": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
+    "per_head_muon": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
+    "weight_update_hook": (_OFF, "Leave it out"),
     "use_gram_newton_schulz": (_OFF, "Leave it out: ns_method does this, with its own restarts"),
     "coefficient_type": (
         ("simple", "quintic", "polar_express", "cans", "deepseekv4"),
         'Write coefficient_type="quintic", or set ns_coefficients afterwards',
     ),
     "optimizer": (
-        ("adam", "muon", "dist_muon"),
-        "Convert the settings of Megatron's Muon, and name a rule if one is meant",
+        ("muon", "dist_muon"),  # a rate of Adam would be 5 times as large for Megatron's Muon
+        'For Adam, write convert_settings("adamw", lr=..., ...). For Muon, with which Megatron-Core 0.16 sets the '
+        'field to "adam", write optimizer="muon". For others, name a rule if one is meant',
     ),
     "muon_scalar_optimizer": (("adam",), "Leave it out: AdamW steps what Muon does not step"),
     "algorithm": (
-        (None, "muon", "adamw"),
+        (None, *ALGORITHMS),
         'Convert the settings of its Muon, and write rule="normuon" for from_model if that is meant',
     ),
 }

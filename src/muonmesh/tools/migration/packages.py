@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from muonmesh.errors import about, explain_error, warn
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, Polynomial
 from muonmesh.numerics.scale import ScaleMode
-from muonmesh.tools.migration.package import Halves, Package, Settings, StateKeys, plain
+from muonmesh.settings import FOREIGN_KEYS
+from muonmesh.tools.migration.package import COMMON, WITHOUT, Halves, Package, Settings, StateKeys, plain
 
 _TORCHS: dict[str | None, ScaleMode] = {
     None: "original",
@@ -61,13 +62,15 @@ PACKAGES: dict[str, Package] = {
     "adamw": Package(  # torch's AdamW and Adam, and the Adams of DeepSpeed
         _defaults_of(torch.optim.AdamW),
         halves=("adamw",),
-        beside=frozenset({"bias_correction"}),  # DeepSpeed's
+        beside=frozenset({"bias_correction", "step"}),  # DeepSpeed's and Megatron's
+        state_keys=StateKeys(mark="ns_coefficients"),
     ),
     "torch": Package(  # torch's ε needs no counterpart: muonmesh normalizes every nonzero gradient
         _defaults_of(torch.optim.Muon),
         halves=("muon",),
         scales=_TORCHS,
         coefficients=lambda group: _named(tuple(group["ns_coefficients"])),
+        state_keys=StateKeys(mark="ns_coefficients"),  # KellerJordan's of 2024, which sums, has all others
     ),
     "keller_jordan": Package(  # KellerJordan/Muon, `muon-optimizer` 0.1.0
         {
@@ -80,6 +83,7 @@ PACKAGES: dict[str, Package] = {
         },
         halves=("adamw",),  # unless use_muon is set
         rates=_JORDANS,
+        sorts=True,
     ),
     "dion": Package(  # microsoft/dion 0.1.0
         {
@@ -113,6 +117,7 @@ PACKAGES: dict[str, Package] = {
         },
         rates=_JORDANS,
         beside=frozenset({"ns_method", "torch_adam", "fp32_optimizer_states", "bias_correction"}),
+        sorts=True,
     ),
     "emerging_optimizers": Package(  # Emerging-Optimizers 0.3
         {
@@ -129,6 +134,7 @@ PACKAGES: dict[str, Package] = {
         scales=_NVIDIAS,
         coefficients=lambda group: group["coefficient_type"],
         beside=frozenset({"fp32_matmul_prec", "use_syrk"}),
+        keeps_settings=False,
     ),
     # The fields of an OptimizerConfig; Megatron-Core builds Emerging-Optimizers' Muon from them.
     "megatron": Package(  # Megatron-Core 0.16, which is always "quintic" and says muon_use_nesterov, and 0.19
@@ -150,17 +156,37 @@ PACKAGES: dict[str, Package] = {
         coefficients=lambda group: group["coefficient_type"],
         # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
         beside=frozenset({"muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+        keeps_settings=False,
     ),
 }
 
 
-def foreign_setting(package: str, group: Mapping[str, Any]) -> str | None:
-    """Return a key of a group that is a setting of other packages alone, or None; any package may be beside AdamW."""
-    every = {plain(key) for known in PACKAGES.values() for key in known.defaults}
+def foreign_setting(package: str, group: Mapping[str, Any], *, has_momentum: bool) -> str | None:
+    """Return what shows that a saved group is another package's, or None.
+
+    Args:
+        package: The package that is said to have saved the group.
+        group: The group.
+        has_momentum: Whether the group has the momentum of Muon, and not only the moments of AdamW, which are the same
+            in all packages.
+    """
+    known = PACKAGES[package]
+    every = {plain(key) for other in PACKAGES.values() for key in other.defaults}
     names = ("adamw", "torch" if package == "adamw" else package)  # torch's two go by either name
     own = {plain(key) for name in names for key in (*PACKAGES[name].defaults, *PACKAGES[name].beside)}
     own |= {"algorithm", "use_muon"}  # which also mark groups of a user's own
-    return next((key for key in group if plain(key) in every - own), None)
+    if has_momentum:
+        if known.state_keys.mark is not None and known.state_keys.mark not in group:
+            return f"no setting {known.state_keys.mark!r}"
+        if not known.keeps_settings:
+            own -= {plain(key) for key in known.defaults} - {"lr", "momentum", "weight_decay", "betas", "eps"}
+        strangers = (
+            key for key in group if key not in COMMON | FOREIGN_KEYS | WITHOUT.keys() and plain(key) not in own
+        )
+    else:
+        strangers = (key for key in group if plain(key) in every - own)
+    found = next(strangers, None)
+    return None if found is None else f"the setting {found!r}"
 
 
 PackageName: TypeAlias = Literal[
@@ -200,8 +226,10 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         if name == "megatron":
             fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay", "optimizer", "muon_scalar_optimizer"}
             return name, [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
-        if name is None or not isinstance(source, Optimizer):
+        if name is None or not isinstance(source, Optimizer) or not issubclass(kind, Optimizer):
             continue
+        if inspect.unwrap(type(source).step) is not inspect.unwrap(kind.step):
+            continue  # a subclass with another step, such as composer's DecoupledAdamW, whose decay is another
         outside: Settings = {}
         if package == "deepspeed":
             outside = {"adam_w_mode": bool(getattr(source, "adam_w_mode", True))}
