@@ -146,6 +146,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"dtype": torch.bfloat16},
         ("model.up.weight in float32, which bfloat16 would round (keep masters: master_dtype=torch.float32)",),
     ),
+    "weights that neither of two dtypes of 16 bits holds": (
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16, "adamw_eps": 1e-4},
+        ("model.up.weight in bfloat16, which float16 would round (keep masters: master_dtype=torch.float32)",),
+    ),
 }
 
 

@@ -317,7 +317,7 @@ def _weight_faults(name: str, entry: SavedTensor, shape: Sequence[int], dtype: t
     if entry.shape != tuple(shape):
         return [f"{name} of shape {entry.shape}, where {tuple(shape)} is needed"]
     if torch.promote_types(old, dtype) != dtype:
-        remedy = f"keep masters: master_dtype={old.to_real()}"
+        remedy = f"keep masters: master_dtype={torch.promote_types(old, dtype).to_real()}"
         return [f"{name} in {_label(old)}, which {_label(dtype)} would round ({remedy})"]
     return []
 
