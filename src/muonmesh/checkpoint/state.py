@@ -26,10 +26,8 @@ from muonmesh.step.state_layout import COUNT, Precision, Refused, StateForm, che
 
 _RESHARD = "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which reshards"
 
-_OF_ONE_RANK = (
-    "The file has the shards of one rank. Save with muonmesh.checkpoint, or a file for each rank. If a framework "
-)
-_OF_ONE_RANK += "saves the optimizer on one rank only, as under DDP, leave out shard_state=True"
+_OF_ONE_RANK = "The file has the shards of one rank. Save with muonmesh.checkpoint, or a file for each rank. If a "
+_OF_ONE_RANK += "framework saves the optimizer on one rank only, as under DDP, leave out shard_state=True"
 
 REFUSED: Refused = {
     "missing": "Load the state of an optimizer of the same kind, or start with fresh state",

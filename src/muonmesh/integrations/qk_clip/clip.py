@@ -253,12 +253,10 @@ class QKClip:
         if self._steps == PATIENCE and missing:
             text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
             text += (
-                "their forward runs, call model.train() before it, since modules in eval mode record nothing; or let "
+                "their forward runs, call model.train() before it, since modules in eval mode record nothing. Or let "
             )
-            text += (
-                "it call clip.observe(self, query, key, scale=...), or run its kernel in `with clip.watching(self):`. "
-            )
-            warn(text + "print(clip.explain()) lists all of them")
+            text += "it call clip.observe(self, query, key, scale=...), or run its kernel in "
+            warn(text + "`with clip.watching(self):`. print(clip.explain()) lists all of them")
 
     def _over_all_ranks(self, largest: Tensor) -> Tensor:
         """Return the largest S of each head over the ranks that have an attention module of this name.
@@ -277,10 +275,8 @@ class QKClip:
             if (difference := first_difference(of_ranks)) is not None:
                 name, *ranks = difference
                 problem = " and ".join(f"{of_ranks[rank][name]} heads on rank {rank} of the group" for rank in ranks)
-                needed, write = (
-                    "the same module on all ranks",
-                    "Pass process_group= with the ranks that share the model",
-                )
+                needed = "the same module on all ranks"
+                write = "Pass process_group= with the ranks that share the model"
                 raise ValueError(explain_error(name, problem, needed, write))
             of_all = {name: heads for names in of_ranks for name, heads in names.items()}
             starts = dict(zip(of_all, accumulate(of_all.values(), initial=0), strict=False))
@@ -351,10 +347,8 @@ class QKClip:
         for key, tensor in self._model.named_parameters():
             name, replicas = canonical_name(key), None if isinstance(tensor, DTensor) else (this_rank(),)
             if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
-                problem, needed = (
-                    "a weight that DeepSpeed copies from its master weight",
-                    "the optimizer with this master",
-                )
+                problem = "a weight that DeepSpeed copies from its master weight"
+                needed = "the optimizer with this master"
                 write = "Write mm.QKClip(engine.module, optimizer=engine.optimizer)"
                 raise ValueError(explain_error(name, problem, needed, write))
             storage = storage_of(name, tensor, replicas)
@@ -411,9 +405,8 @@ def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, T
     """
     dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
     factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
-    values = torch.stack([factor for _, factor in factors]).to(
-        local.device
-    )  # weights, or masters, may be in CPU memory
+    # Weights, or masters, may be in CPU memory.
+    values = torch.stack([factor for _, factor in factors]).to(local.device)
     for (rows, _), factor in zip(factors, values.unbind(), strict=True):
         part = factor_of_index[rows.low : rows.high]
         torch.minimum(part, factor, out=part)  # a tied parameter makes the logits of several modules
