@@ -587,6 +587,33 @@ def test_a_static_graph_is_refused() -> None:
         mm.from_model(net, gradients="to_owners", **FP32)
 
 
+@pytest.mark.parametrize("group", ["world", "auto"])
+@on_ranks(2)
+def test_a_wrapper_that_comes_after_the_optimizer_averages_no_more(group: str) -> None:
+    """As Accelerate, Trainer and Lightning wrap: DDP would average what hooks have sent, and it would count twice."""
+    model = Net()
+    optimizer = straight_to_owners(model, process_group=group)
+    net = DistributedDataParallel(model)
+    train_on_tokens(net, optimizer, range(4))
+    assert not net.require_backward_grad_sync
+    assert differing_weights(model, alone_on_means(4, FP32, torch.float32)) == []
+    del optimizer
+    assert net.require_backward_grad_sync
+
+
+@on_ranks(2)
+def test_a_wrapper_that_averages_for_another_optimizer_too_is_refused_on_all() -> None:
+    model = nn.ModuleDict({"net": Net(), "other": nn.Linear(4, 4)})
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = straight_to_owners(model["net"])
+    loss_of(model["net"](tokens_of(0, dist.get_rank()))).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(mm.LayoutError, match=r"^other\.weight: .* another optimizer trains. Leave out gradients="):
+        optimizer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert net.require_backward_grad_sync
+
+
 @on_ranks(2)
 def test_replicas_that_fsdp2_averages_are_refused_on_all() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

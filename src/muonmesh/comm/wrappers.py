@@ -16,8 +16,9 @@ from muonmesh.errors import LayoutError, about, explain_error
 
 Living = TypeVar("Living")
 
-_averaging_sources: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-"""For each wrapper, the number of gradient sources that average in its place."""
+_averaging_sources: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]]
+_averaging_sources = weakref.WeakKeyDictionary()
+"""For each wrapper, the gradient sources that average in its place."""
 
 
 def group_of_wrapper(model: nn.Module) -> Literal["world"] | dist.ProcessGroup | None:
@@ -43,14 +44,47 @@ def average_instead(source: object, model: nn.Module) -> None:
             text = "The model is in a DistributedDataParallel with static_graph=True, which cannot leave gradients "
             raise ValueError(about("gradients='to_owners'", text + "to muonmesh. Leave out static_graph"))
         inner.require_backward_grad_sync = False
-        _averaging_sources[inner] = _averaging_sources.get(inner, 0) + 1
-        weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
+        sources = _averaging_sources.setdefault(inner, weakref.WeakSet())
+        if source not in sources:
+            sources.add(source)
+            weakref.finalize(source, _resume, weakref.ref(inner)).atexit = False
 
 
 def _resume(wrapper: weakref.ref[DistributedDataParallel]) -> None:
     if (inner := wrapper()) is not None:
-        _averaging_sources[inner] -= 1
-        inner.require_backward_grad_sync = not _averaging_sources[inner]
+        inner.require_backward_grad_sync = not any(True for _ in _averaging_sources[inner])
+
+
+def average_for_wrappers(
+    source: object, wrappers: Iterable[weakref.ref[DistributedDataParallel]], trained: Collection[Tensor]
+) -> None:
+    """Average with a source in place of all wrappers that hold its parameters.
+
+    A framework wraps a model after the optimizer was made. Gradients would count twice: as the source has sent them,
+    before the wrapper averages, and as the wrapper leaves them afterwards.
+
+    Args:
+        source: The source of the gradients, see `average_instead`.
+        wrappers: See `wrappers_of`.
+        trained: The parameters of the optimizer.
+
+    Raises:
+        LayoutError: a wrapper also averages gradients of other parameters, which nothing would average then.
+        ValueError: as `average_instead`.
+    """
+    identities = set(map(id, trained))
+    for wrapper in wrappers:
+        if (inner := wrapper()) is None:
+            continue
+        left_out = inner.parameters_to_ignore
+        for name, parameter in inner.module.named_parameters():
+            if parameter.requires_grad and name not in left_out and id(parameter) not in identities:
+                text = (
+                    "With gradients='to_owners' the optimizer averages gradients in place of DistributedDataParallel, "
+                )
+                text += "and nothing would average this one, which another optimizer trains. Leave out "
+                raise LayoutError(about(name, text + "gradients='to_owners', or freeze it with requires_grad_(False)"))
+        average_instead(source, inner)
 
 
 def living(kind: type[Living]) -> list[Living]:

@@ -22,9 +22,10 @@ from muonmesh.comm.ranks import mesh_groups
 from muonmesh.comm.rendezvous import connected
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
+from muonmesh.comm.to_owners import ToOwners
 from muonmesh.comm.undeclared_replicas import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
-from muonmesh.comm.wrappers import group_that_averages, refuse_join, wrappers_of
-from muonmesh.errors import about, warn
+from muonmesh.comm.wrappers import average_for_wrappers, group_that_averages, refuse_join, wrappers_of
+from muonmesh.errors import LayoutError, about, warn
 from muonmesh.layout import Budget, Parameter, Plan, make_plan
 from muonmesh.numerics.kernels import KernelName, auto_takes
 from muonmesh.numerics.rules import rule_of
@@ -136,8 +137,14 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
     if planned is not None and planned.connected:
         return planned
     if world_size() > 1 and error is None:
-        runtime.ranks.wrappers = wrappers_of([tensor for param_group in groups for tensor in param_group["params"]])
+        trained = [tensor for param_group in groups for tensor in param_group["params"]]
+        runtime.ranks.wrappers = wrappers_of(trained)
         refuse_join(runtime.ranks.wrappers)
+        if isinstance(runtime.source, ToOwners) and runtime.process_group != "local":
+            try:
+                average_for_wrappers(runtime.source, runtime.ranks.wrappers, trained)
+            except (LayoutError, ValueError) as wrong:
+                error = wrong
     ranks = connected(sets, alone=runtime.process_group == "local")
     group = group_of(ranks, _groups_known(planned, runtime))
     facts: Facts | None = None
