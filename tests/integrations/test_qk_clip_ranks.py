@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
@@ -256,3 +258,35 @@ def test_a_wrapper_that_flattens_weights_is_refused(workers) -> None:
         assert not changed
         assert "0.q_proj.weight: found shape (" in message
         assert "but (8, 8) when the QKClip was made" in message
+
+
+def messages_of_tensor_parallelism() -> list[str]:
+    """What the clip says of a module that states the heads of this rank, as torch's tutorial does, and of DTensors."""
+    model, ranks = nn.Sequential(SeparateAttention(8)), dist.get_world_size()
+    attention = model[0]
+    del attention.head_dim
+    attention.hidden_size, attention.num_heads = 32, 8 // ranks
+    mesh = mesh_of((ranks,))
+    parallelize_module(attention, mesh, {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel()})
+    clip, messages = mm.QKClip(model, threshold=1.0), []
+    heads = (8 // ranks, 4)
+    q, k = (p(torch.randn(2, 5, 8)).unflatten(-1, heads).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+    with pytest.raises(ValueError, match="heads on each of the") as caught, clip.watching(attention):
+        scaled_dot_product_attention(q, k, k)
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="heads on each of the") as caught:
+        clip.observe(attention, q, k, scale=1.0)
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="that are DTensors") as caught:
+        clip.observe(attention, DTensor.from_local(q, mesh, [Shard(1)]), k, scale=1.0)
+    return [*messages, str(caught.value)]
+
+
+def test_heads_of_one_rank_are_not_taken_for_those_of_all(workers) -> None:
+    """Heads were taken for half as many of twice the rows, so logits of some scaled the rows of others."""
+    for first, second, third in workers(2).run(messages_of_tensor_parallelism):
+        assert first == second
+        assert first.startswith(
+            "0: found 4 heads on each of the 2 ranks that share its queries, and of the whole module;"
+        )
+        assert third.endswith("Write clip.observe(module, query.to_local(), key.to_local(), scale=...)")

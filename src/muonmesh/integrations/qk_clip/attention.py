@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from muonmesh.errors import explain_error
 from muonmesh.names import canonical_name
@@ -47,8 +47,9 @@ class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _FORWARD.fullmatch(func._schema.name) and result[1].numel():
-            bound = bound_of(result[1])
-            self.bound = bound if self.bound is None else torch.maximum(self.bound, bound)
+            with _disable_current_modes():  # selective checkpointing would keep these small results
+                bound = bound_of(result[1])
+                self.bound = bound if self.bound is None else torch.maximum(self.bound, bound)
         return result
 
 
@@ -90,11 +91,16 @@ def largest_logits(
     transposed = key.detach().transpose(-1, -2).unsqueeze(2)  # (batch, groups, 1, size, keys)
     grouped = query.detach().reshape(batch, groups, heads // groups, queries, -1)
     largest = torch.full((heads,), -torch.inf, dtype=torch.float32, device=query.device)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     queries_in_chunk = max(1, AT_ONCE // max(1, batch * heads * keys))
     for start in range(0, queries, queries_in_chunk):
         chunk = grouped[:, :, :, start : start + queries_in_chunk]
         rows = slice(start, start + queries_in_chunk)
-        logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
+        if dtype == torch.float16:  # in which products overflow that kernels scale in fp32
+            logits = ((chunk * scale) @ transposed).float().flatten(1, 2)
+        else:
+            logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
         if bias is not None:
             logits = logits + _part(bias.detach(), rows, keys)
         if allowed is not None:
@@ -239,7 +245,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
             bound = None  # a bound on capped logits, or heads in another layout
         if bound is not None:
-            clip.record(module, bound, bound=True)
+            clip._record_in_forward(module, bound, bound=True)
         elif name in KNOWN:
             scale = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
