@@ -154,6 +154,22 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(largest_logits(q, k, scale=0.5), logits.amax((0, 2, 3)))
 
 
+def test_a_model_may_change_to_an_implementation_that_is_registered_later() -> None:
+    """Nothing was recorded from then on, without a word. The clip notices it at its next step."""
+    model: Any = build_family("llama")
+    clip = mm.QKClip(model, threshold=1e9)
+    loss_of_tokens(model)
+    clip.step()
+    expected = first(clip)
+    AttentionInterface.register("later", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    AttentionMaskInterface.register("later", sdpa_mask)
+    model.set_attn_implementation("later")
+    for _ in range(2):
+        loss_of_tokens(model)
+        clip.step()
+    torch.testing.assert_close(first(clip), expected)
+
+
 def test_products_that_overflow_in_fp16_are_finite_logits() -> None:
     """Kernels scale them in fp32. They were inf, so the largest logits were never clipped."""
     q = torch.full((1, 1, 1, 4), 320.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -139,23 +139,26 @@ _MARK = "_muonmesh_watched"
 """An attribute of the modules in `_watchers`: compiled code guards attributes, but no entries of such a dictionary."""
 
 
-def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
+def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> list[Any]:
     """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
 
     A wrapper has the name of the function that it wraps, since models read these names. It changes nothing for modules
-    that no `QKClip` watches. The model may change to another implementation of `KNOWN` later.
+    that no `QKClip` watches. If the model changes to an implementation that is not in `KNOWN` later, `watch_functions`
+    wraps it.
 
     Args:
         model: The model.
         modules: The attention modules to watch.
         watcher: The `QKClip`. Only a weak reference is kept.
 
+    Returns:
+        The models of `transformers` in the model.
+
     Raises:
         ValueError: another `QKClip` that still exists watches these modules; or a module of `transformers` attends
             without the attention interface.
     """
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
     for module in modules:
         if module in _watchers and _watchers[module]() is not None:
@@ -163,15 +166,24 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
             raise ValueError(explain_error(type(model).__name__, problem, needed, write))
         _refuse_hidden_attention(module)
-    used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    for name in used | {*KNOWN}:
-        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
-        if function is not None and not hasattr(function, "watches"):
-            AttentionInterface.register(name, _watched(name, function))
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    watch_functions(models)
     for module in modules:
         _watch_eager(module)
         _watchers[module] = ref(watcher)
         setattr(module, _MARK, True)
+    return models
+
+
+def watch_functions(models: Sequence[Any]) -> None:
+    """Wrap the attention functions that models of `transformers` use now, and those of `KNOWN`, once."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in {str(part.config._attn_implementation) for part in models} | {*KNOWN}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
+        if function is not None and not hasattr(function, "watches"):
+            AttentionInterface.register(name, _watched(name, function))
 
 
 def _refuse_hidden_attention(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from muonmesh.integrations.qk_clip.attention import (
     largest_logits,
     refuse_unknown_attention,
     watch,
+    watch_functions,
 )
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
@@ -123,8 +124,7 @@ class QKClip:
         self._last = self._largest.clone()
         self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
-        if of_transformers:
-            watch(model, of_transformers, self)
+        self._models_of_transformers = watch(model, of_transformers, self) if of_transformers else []
         for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
             muon.register_step_post_hook(lambda *_: self._agree())
         for muon in muons:
@@ -276,6 +276,8 @@ class QKClip:
         self._largest.fill_(-torch.inf)  # in place: a CUDA graph of the forward goes on writing here
         self._last = self._over_all_ranks(largest)
         self._steps += 1
+        if self._models_of_transformers:  # they may have changed to a new implementation
+            watch_functions(self._models_of_transformers)
         missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
         if self._steps == PATIENCE and missing:
             text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
