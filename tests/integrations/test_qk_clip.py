@@ -435,7 +435,17 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     config = transformers.Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=4, num_local_experts=2)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: found qk_norm, which norms queries or keys"):
         mm.QKClip(transformers.Llama4ForCausalLM(config))
-    for key in ("q_norm", "qk_norm", "k_layernorm", "query_layer_norm", "k_rms_norm", "q_ln", "norm_q", "ln_k"):
+    for key in (
+        "q_norm",
+        "qk_norm",
+        "k_layernorm",
+        "query_layer_norm",
+        "k_rms_norm",
+        "q_ln",
+        "norm_q",
+        "ln_k",
+        "q_b_norm",
+    ):
         model = nn.Sequential(Attention())
         model[0].add_module(key, nn.LayerNorm(4))
         with pytest.raises(ValueError, match=f"0: found {key}, which norms queries or keys"):
