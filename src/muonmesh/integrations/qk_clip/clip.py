@@ -120,7 +120,9 @@ class QKClip:
         self._steps = 0
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
         self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
-        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32)  # goes to the device of the first logits
+        self._largest = torch.full(
+            (total,), -torch.inf, dtype=torch.float32, device="cpu"
+        )  # until logits are on another
         self._last = self._largest.clone()
         self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
