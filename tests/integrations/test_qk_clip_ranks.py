@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
@@ -290,3 +291,46 @@ def test_heads_of_one_rank_are_not_taken_for_those_of_all(workers) -> None:
             "0: found 4 heads on each of the 2 ranks that share its queries, and of the whole module;"
         )
         assert third.endswith("Write clip.observe(module, query.to_local(), key.to_local(), scale=...)")
+
+
+class RecordingStage(nn.Module):
+    """A stage whose attention is by its name in the whole model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, SeparateAttention(2))
+        self.attention = [self.get_submodule(name)]  # in a list, so that it has one name
+        self.clips: list[mm.QKClip] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        (attention,) = self.attention
+        q, k = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        self.clips[0].observe(attention, q, k, scale=0.5)
+        return scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def noted_in_a_pipeline() -> dict[str, list[float]]:
+    """What a stage notes in a real schedule, whose first forward reads memory that torch fills with NaN here."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = RecordingStage(f"layer{rank}")
+    model.clips.append(mm.QKClip(model, threshold=1e9))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    torch.use_deterministic_algorithms(True)
+    try:
+        if rank:
+            schedule.step(target=torch.zeros(4, 5, 8))
+        else:
+            schedule.step(torch.randn(4, 5, 8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    model.clips[0].step()
+    return {name: largest.tolist() for name, largest in model.clips[0].largest.items()}
+
+
+def test_the_forward_that_torchs_pipelining_runs_for_shapes_does_not_count(workers) -> None:
+    """Later stages run it on memory that nobody has filled, so that weights were scaled by anything."""
+    for rank, noted in enumerate(workers(2).run(noted_in_a_pipeline)):
+        assert list(noted) == [f"layer{rank}"]
+        assert all(math.isfinite(value) and abs(value) < 100 for value in noted[f"layer{rank}"])

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -118,6 +121,27 @@ def largest_logits(
 def _part(added: Tensor, rows: slice, keys: int) -> Tensor:
     """Return what a mask or a bias has for some queries and the first keys; its dims may be 1 where it broadcasts."""
     return (added if added.shape[-2] == 1 else added[..., rows, :])[..., :keys]
+
+
+_PIPELINE_STAGE = "torch.distributed.pipelining.stage"
+
+
+def runs_for_shapes() -> bool:
+    """Return whether torch's pipelining runs a stage for the shapes of its results, on memory that nobody has filled.
+
+    It does so with gradients, before the first micro-batch. A checkpointed forward may run again on autograd's thread.
+    """
+    if _PIPELINE_STAGE not in sys.modules:
+        return False
+    in_main = threading.current_thread() is threading.main_thread()
+    for top in [sys._getframe()] if in_main else sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            named = frame.f_code.co_name.endswith("_inference")
+            if named and frame.f_globals.get("__name__") == _PIPELINE_STAGE:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -26,6 +26,7 @@ from muonmesh.integrations.qk_clip.attention import (
     KernelBounds,
     largest_logits,
     refuse_unknown_attention,
+    runs_for_shapes,
     watch,
     watch_functions,
 )
@@ -214,7 +215,7 @@ class QKClip:
         if id(module) not in self._attentions:
             names = ", ".join(a.name for a, _ in self._attentions.values())
             raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {names}"))
-        if not module.training:
+        if not module.training or runs_for_shapes():
             return
         attention, start = self._attentions[id(module)]
         if first is None:
