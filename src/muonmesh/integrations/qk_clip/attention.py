@@ -133,14 +133,18 @@ def runs_for_shapes() -> bool:
     """
     if _PIPELINE_STAGE not in sys.modules:
         return False
-    in_main = threading.current_thread() is threading.main_thread()
-    for top in [sys._getframe()] if in_main else sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            named = frame.f_code.co_name.endswith("_inference")
-            if named and frame.f_globals.get("__name__") == _PIPELINE_STAGE:
-                return True
-            frame = frame.f_back
+    if threading.current_thread() is threading.main_thread():
+        return _infers_shapes(sys._getframe(1))
+    return any(map(_infers_shapes, sys._current_frames().values()))
+
+
+def _infers_shapes(frame: FrameType | None) -> bool:
+    """Return whether a frame or one of its callers is such a run. Callers keep no frame: it would keep its locals."""
+    while frame is not None:
+        named = frame.f_code.co_name.endswith("_inference")
+        if named and frame.f_globals.get("__name__") == _PIPELINE_STAGE:
+            return True
+        frame = frame.f_back
     return False
 
 
