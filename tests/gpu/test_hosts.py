@@ -303,3 +303,29 @@ def test_qk_clip_of_transformers_on_its_default_attention(device: str) -> None:
     slack = 1e-3 * (1 + logits["eager"].abs())
     assert bool((logits["sdpa"] >= logits["eager"] - slack).all()), logits
     assert bool((logits["sdpa"] <= logits["eager"] + math.log(32) + slack).all()), logits
+
+
+@on_devices
+def test_qk_clip_scales_master_weights_in_cpu_memory(device: str) -> None:
+    """Factors are on the device of the logits; the step may still copy masters to the CPU when the clip begins."""
+    torch.manual_seed(0)
+    module = Attention(device, torch.bfloat16)
+    optimizer = mm.from_model(module, lr=0.0, master_dtype=torch.float32, state_device="cpu")
+    clip = mm.QKClip(module, threshold=20.0, optimizer=optimizer)
+    largest = torch.tensor([10.0, 20.0, 45.0, 80.0], device=device)
+    factors = (20 / largest.double().cpu()).clamp(max=1).sqrt().float().repeat_interleave(SIZE)[:, None]
+    expected = {}
+    for step in range(3):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        clip.record(module, largest)
+        optimizer.step()
+        optimizer.finish()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = module.get_submodule(name).weight
+            master = optimizer.state[weight]["master"].clone()
+            if step:
+                rows = 1.0 if name == "v_proj" else factors
+                assert torch.equal(master, expected[name] * rows), (name, step)
+            assert torch.equal(weight.cpu(), master.cpu().bfloat16()), (name, step)
+            expected[name] = master

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -151,6 +152,60 @@ def test_every_kind_of_mask_means_the_same(monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(largest_logits(q, k, scale=0.5, mask=mask, bias=bias), biased)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5, causal=True), expected)
         torch.testing.assert_close(largest_logits(q, k, scale=0.5), logits.amax((0, 2, 3)))
+
+
+def test_a_model_may_change_to_an_implementation_that_is_registered_later() -> None:
+    """Nothing was recorded from then on, without a word. The clip notices it at its next step."""
+    model: Any = build_family("llama")
+    clip = mm.QKClip(model, threshold=1e9)
+    loss_of_tokens(model)
+    clip.step()
+    expected = first(clip)
+    AttentionInterface.register("later", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
+    AttentionMaskInterface.register("later", sdpa_mask)
+    model.set_attn_implementation("later")
+    for _ in range(2):
+        loss_of_tokens(model)
+        clip.step()
+    torch.testing.assert_close(first(clip), expected)
+
+
+def test_products_that_overflow_in_fp16_are_finite_logits() -> None:
+    """Kernels scale them in fp32. They were inf, so the largest logits were never clipped."""
+    q = torch.full((1, 1, 1, 4), 320.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert largest_logits(q.to(dtype), q.to(dtype), scale=2**-4).tolist() == [4 * 320.0**2 / 16]
+    with torch.autocast("cpu", torch.float16):
+        assert largest_logits(q, q, scale=2**-4).tolist() == [4 * 320.0**2 / 16]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_checkpointing_that_keeps_every_result_sees_nothing_of_the_clip(attention: str) -> None:
+    """Selective checkpointing noticed that a tensor that it kept was written, and would keep logits computed again."""
+    model: Any = build_family("llama", attention)
+    clip = mm.QKClip(model, threshold=1e9)
+    kept: list[str] = []
+
+    def keep(context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept.append(str(function))
+        return CheckpointPolicy.MUST_SAVE
+
+    def gradients() -> list[Tensor]:
+        kept.clear()
+        model.zero_grad()
+        hidden = model.get_input_embeddings()(TOKENS)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": selective})
+        model(inputs_embeds=hidden, use_cache=False).logits.square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    selective = functools.partial(create_selective_checkpoint_contexts, keep)
+    with_clip, kept_with_clip = gradients(), [*kept]
+    clip.step()
+    assert all(largest.isfinite().all() for largest in clip.largest.values())
+    del clip
+    without = gradients()
+    assert kept == kept_with_clip
+    assert all(map(torch.equal, with_clip, without))
 
 
 class SoftmaxInputs(TorchFunctionMode):
@@ -380,7 +435,17 @@ def test_what_cannot_be_clipped_is_refused() -> None:
     config = transformers.Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=4, num_local_experts=2)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: found qk_norm, which norms queries or keys"):
         mm.QKClip(transformers.Llama4ForCausalLM(config))
-    for key in ("q_norm", "qk_norm", "k_layernorm", "query_layer_norm", "k_rms_norm", "q_ln", "norm_q", "ln_k"):
+    for key in (
+        "q_norm",
+        "qk_norm",
+        "k_layernorm",
+        "query_layer_norm",
+        "k_rms_norm",
+        "q_ln",
+        "norm_q",
+        "ln_k",
+        "q_b_norm",
+    ):
         model = nn.Sequential(Attention())
         model[0].add_module(key, nn.LayerNorm(4))
         with pytest.raises(ValueError, match=f"0: found {key}, which norms queries or keys"):

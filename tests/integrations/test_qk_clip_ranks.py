@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import scaled_dot_product_attention
 
 import muonmesh as mm
@@ -256,3 +259,78 @@ def test_a_wrapper_that_flattens_weights_is_refused(workers) -> None:
         assert not changed
         assert "0.q_proj.weight: found shape (" in message
         assert "but (8, 8) when the QKClip was made" in message
+
+
+def messages_of_tensor_parallelism() -> list[str]:
+    """What the clip says of a module that states the heads of this rank, as torch's tutorial does, and of DTensors."""
+    model, ranks = nn.Sequential(SeparateAttention(8)), dist.get_world_size()
+    attention = model[0]
+    del attention.head_dim
+    attention.hidden_size, attention.num_heads = 32, 8 // ranks
+    mesh = mesh_of((ranks,))
+    parallelize_module(attention, mesh, {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel()})
+    clip, messages = mm.QKClip(model, threshold=1.0), []
+    heads = (8 // ranks, 4)
+    q, k = (p(torch.randn(2, 5, 8)).unflatten(-1, heads).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+    with pytest.raises(ValueError, match="heads on each of the") as caught, clip.watching(attention):
+        scaled_dot_product_attention(q, k, k)
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="heads on each of the") as caught:
+        clip.observe(attention, q, k, scale=1.0)
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError, match="that are DTensors") as caught:
+        clip.observe(attention, DTensor.from_local(q, mesh, [Shard(1)]), k, scale=1.0)
+    return [*messages, str(caught.value)]
+
+
+def test_heads_of_one_rank_are_not_taken_for_those_of_all(workers) -> None:
+    """Heads were taken for half as many of twice the rows, so logits of some scaled the rows of others."""
+    for first, second, third in workers(2).run(messages_of_tensor_parallelism):
+        assert first == second
+        assert first.startswith(
+            "0: found 4 heads on each of the 2 ranks that share its queries, and of the whole module;"
+        )
+        assert third.endswith("Write clip.observe(module, query.to_local(), key.to_local(), scale=...)")
+
+
+class RecordingStage(nn.Module):
+    """A stage whose attention is by its name in the whole model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, SeparateAttention(2))
+        self.attention = [self.get_submodule(name)]  # in a list, so that it has one name
+        self.clips: list[mm.QKClip] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        (attention,) = self.attention
+        q, k = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        self.clips[0].observe(attention, q, k, scale=0.5)
+        return scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def noted_in_a_pipeline() -> dict[str, list[float]]:
+    """What a stage notes in a real schedule, whose first forward reads memory that torch fills with NaN here."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = RecordingStage(f"layer{rank}")
+    model.clips.append(mm.QKClip(model, threshold=1e9))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+    torch.use_deterministic_algorithms(True)
+    try:
+        if rank:
+            schedule.step(target=torch.zeros(4, 5, 8))
+        else:
+            schedule.step(torch.randn(4, 5, 8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    model.clips[0].step()
+    return {name: largest.tolist() for name, largest in model.clips[0].largest.items()}
+
+
+def test_the_forward_that_torchs_pipelining_runs_for_shapes_does_not_count(workers) -> None:
+    """Later stages run it on memory that nobody has filled, so that weights were scaled by anything."""
+    for rank, noted in enumerate(workers(2).run(noted_in_a_pipeline)):
+        assert list(noted) == [f"layer{rank}"]
+        assert all(math.isfinite(value) and abs(value) < 100 for value in noted[f"layer{rank}"])

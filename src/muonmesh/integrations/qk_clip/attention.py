@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+import sys
+import threading
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from muonmesh.errors import explain_error
 from muonmesh.names import canonical_name
@@ -47,8 +50,9 @@ class KernelBounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _FORWARD.fullmatch(func._schema.name) and result[1].numel():
-            bound = bound_of(result[1])
-            self.bound = bound if self.bound is None else torch.maximum(self.bound, bound)
+            with _disable_current_modes():  # selective checkpointing would keep these small results
+                bound = bound_of(result[1])
+                self.bound = bound if self.bound is None else torch.maximum(self.bound, bound)
         return result
 
 
@@ -90,11 +94,16 @@ def largest_logits(
     transposed = key.detach().transpose(-1, -2).unsqueeze(2)  # (batch, groups, 1, size, keys)
     grouped = query.detach().reshape(batch, groups, heads // groups, queries, -1)
     largest = torch.full((heads,), -torch.inf, dtype=torch.float32, device=query.device)
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     queries_in_chunk = max(1, AT_ONCE // max(1, batch * heads * keys))
     for start in range(0, queries, queries_in_chunk):
         chunk = grouped[:, :, :, start : start + queries_in_chunk]
         rows = slice(start, start + queries_in_chunk)
-        logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
+        if dtype == torch.float16:  # in which products overflow that kernels scale in fp32
+            logits = ((chunk * scale) @ transposed).float().flatten(1, 2)
+        else:
+            logits = (chunk @ transposed).float().mul_(scale).flatten(1, 2)
         if bias is not None:
             logits = logits + _part(bias.detach(), rows, keys)
         if allowed is not None:
@@ -112,6 +121,31 @@ def largest_logits(
 def _part(added: Tensor, rows: slice, keys: int) -> Tensor:
     """Return what a mask or a bias has for some queries and the first keys; its dims may be 1 where it broadcasts."""
     return (added if added.shape[-2] == 1 else added[..., rows, :])[..., :keys]
+
+
+_PIPELINE_STAGE = "torch.distributed.pipelining.stage"
+
+
+def runs_for_shapes() -> bool:
+    """Return whether torch's pipelining runs a stage for the shapes of its results, on memory that nobody has filled.
+
+    It does so with gradients, before the first micro-batch. A checkpointed forward may run again on autograd's thread.
+    """
+    if _PIPELINE_STAGE not in sys.modules:
+        return False
+    if threading.current_thread() is threading.main_thread():
+        return _infers_shapes(sys._getframe(1))
+    return any(map(_infers_shapes, sys._current_frames().values()))
+
+
+def _infers_shapes(frame: FrameType | None) -> bool:
+    """Return whether a frame or one of its callers is such a run. Callers keep no frame: it would keep its locals."""
+    while frame is not None:
+        named = frame.f_code.co_name.endswith("_inference")
+        if named and frame.f_globals.get("__name__") == _PIPELINE_STAGE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _dense(mask: Any, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -133,23 +167,26 @@ _MARK = "_muonmesh_watched"
 """An attribute of the modules in `_watchers`: compiled code guards attributes, but no entries of such a dictionary."""
 
 
-def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
+def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> list[Any]:
     """Wrap the attention functions of `transformers`, so that a `QKClip` records the logits of its attention modules.
 
     A wrapper has the name of the function that it wraps, since models read these names. It changes nothing for modules
-    that no `QKClip` watches. The model may change to another implementation of `KNOWN` later.
+    that no `QKClip` watches. If the model changes to an implementation that is not in `KNOWN` later, `watch_functions`
+    wraps it.
 
     Args:
         model: The model.
         modules: The attention modules to watch.
         watcher: The `QKClip`. Only a weak reference is kept.
 
+    Returns:
+        The models of `transformers` in the model.
+
     Raises:
         ValueError: another `QKClip` that still exists watches these modules; or a module of `transformers` attends
             without the attention interface.
     """
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel
 
     for module in modules:
         if module in _watchers and _watchers[module]() is not None:
@@ -157,15 +194,24 @@ def watch(model: nn.Module, modules: list[nn.Module], watcher: Any) -> None:
             write = "Change the threshold attribute of the one that exists, or delete it and its optimizer first"
             raise ValueError(explain_error(type(model).__name__, problem, needed, write))
         _refuse_hidden_attention(module)
-    used = {str(part.config._attn_implementation) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    for name in used | {*KNOWN}:
-        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
-        if function is not None and not hasattr(function, "watches"):
-            AttentionInterface.register(name, _watched(name, function))
+    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    watch_functions(models)
     for module in modules:
         _watch_eager(module)
         _watchers[module] = ref(watcher)
         setattr(module, _MARK, True)
+    return models
+
+
+def watch_functions(models: Sequence[Any]) -> None:
+    """Wrap the attention functions that models of `transformers` use now, and those of `KNOWN`, once."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in {str(part.config._attn_implementation) for part in models} | {*KNOWN}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager: each model has a function of its own
+        if function is not None and not hasattr(function, "watches"):
+            AttentionInterface.register(name, _watched(name, function))
 
 
 def _refuse_hidden_attention(module: nn.Module) -> None:
@@ -239,7 +285,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("softcap") is not None or (bound is not None and len(bound) != query.shape[1]):
             bound = None  # a bound on capped logits, or heads in another layout
         if bound is not None:
-            clip.record(module, bound, bound=True)
+            clip._record_in_forward(module, bound, bound=True)
         elif name in KNOWN:
             scale = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from muonmesh.checkpoint.record import boxes_of, fill, recorded_in
 from muonmesh.comm.gather_objects import first_difference, gather_objects
@@ -25,7 +26,9 @@ from muonmesh.integrations.qk_clip.attention import (
     KernelBounds,
     largest_logits,
     refuse_unknown_attention,
+    runs_for_shapes,
     watch,
+    watch_functions,
 )
 from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
 from muonmesh.names import canonical_name
@@ -118,12 +121,13 @@ class QKClip:
         self._steps = 0
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
         self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
-        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32)  # goes to the device of the first logits
-        self._last = self._largest
+        self._largest = torch.full(
+            (total,), -torch.inf, dtype=torch.float32, device="cpu"
+        )  # until logits are on another
+        self._last = self._largest.clone()
         self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
-        if of_transformers:
-            watch(model, of_transformers, self)
+        self._models_of_transformers = watch(model, of_transformers, self) if of_transformers else []
         for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
             muon.register_step_post_hook(lambda *_: self._agree())
         for muon in muons:
@@ -162,8 +166,14 @@ class QKClip:
             bias: Numbers to be added beside the mask, such as a position bias.
             causal: Whether a query ignores later keys.
         """
+        if any(isinstance(tensor, DTensor) for tensor in (query, key)):
+            problem, needed = "queries or keys that are DTensors", "the heads that this rank computes, as plain tensors"
+            write = "Write clip.observe(module, query.to_local(), key.to_local(), scale=...)"
+            raise ValueError(explain_error(type(module).__name__, problem, needed, write))
         if module.training:
-            self.record(module, largest_logits(query, key, scale=scale, mask=mask, bias=bias, causal=causal))
+            with _disable_current_modes():
+                largest = largest_logits(query, key, scale=scale, mask=mask, bias=bias, causal=causal)
+            self._record_in_forward(module, largest, bound=False)
             self._sources[id(module)] = "exact, computed once more"
 
     @contextmanager
@@ -185,7 +195,7 @@ class QKClip:
         if kernels.bound is None:
             needed, write = "a kernel that returns the log-sum-exp", "Write clip.observe(module, query, key, scale=...)"
             raise ValueError(explain_error(type(module).__name__, "no such kernel in watching()", needed, write))
-        self.record(module, kernels.bound, bound=True)
+        self._record_in_forward(module, kernels.bound, bound=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def record(self, module: nn.Module, largest: Tensor, *, first: int | None = None, bound: bool = False) -> None:
@@ -205,7 +215,7 @@ class QKClip:
         if id(module) not in self._attentions:
             names = ", ".join(a.name for a, _ in self._attentions.values())
             raise ValueError(explain_error(type(module).__name__, "a module that is not known", f"one of {names}"))
-        if not module.training:
+        if not module.training or runs_for_shapes():
             return
         attention, start = self._attentions[id(module)]
         if first is None:
@@ -215,9 +225,29 @@ class QKClip:
             raise ValueError(explain_error(attention.name, problem, needed, "Write record(..., first=...)"))
         if self._largest.device != largest.device:
             self._largest = self._largest.to(largest.device)
-        recorded = self._largest[start + first :][: len(largest)]
-        recorded.copy_(torch.maximum(recorded, largest.detach().float()))
+        with _disable_current_modes():  # selective checkpointing would keep this memory, and notice that it is written
+            recorded = self._largest[start + first :][: len(largest)]
+            recorded.copy_(torch.maximum(recorded, largest.detach().float()))
         self._sources[id(module)] = "bound, the kernel's log-sum-exp" if bound else "exact, as recorded"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _record_in_forward(self, module: nn.Module, largest: Tensor, *, bound: bool) -> None:
+        """Record as `record` does, inside of the module's forward, where a weight is a shard of heads only.
+
+        Raises:
+            ValueError: the module states the heads of this rank for those of all ranks.
+        """
+        if id(module) in self._attentions:
+            attention, _ = self._attentions[id(module)]
+            parts = _parts_of_heads(attention)
+            if parts > 1 and len(largest) == attention.heads:
+                problem = (
+                    f"{len(largest)} heads on each of the {parts} ranks that share its queries, and of the whole module"
+                )
+                needed = "a module that states how many heads all ranks have"
+                write = "Make the QKClip before you divide its number of heads by the ranks"
+                raise ValueError(explain_error(attention.name, problem, needed, write))
+        self.record(module, largest, bound=bound)
 
     def explain(self) -> str:
         """Return a table with a line for each attention module: its number of heads, and the source of S.
@@ -246,9 +276,11 @@ class QKClip:
         # By the device of the weights on every rank: some ranks may have recorded nothing, or logits of another device.
         device = next(getattr(*attention.queries).device for attention, _ in self._attentions.values())
         largest = self._largest.to(device).nan_to_num(torch.inf, torch.inf, -torch.inf)  # gloo's MAX would lose NaN
-        self._largest = torch.full_like(self._largest, -torch.inf)
+        self._largest.fill_(-torch.inf)  # in place: a CUDA graph of the forward goes on writing here
         self._last = self._over_all_ranks(largest)
         self._steps += 1
+        if self._models_of_transformers:  # they may have changed to a new implementation
+            watch_functions(self._models_of_transformers)
         missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
         if self._steps == PATIENCE and missing:
             text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
@@ -426,12 +458,20 @@ def _first_head(attention: Attention, count: int) -> int:
     """
     if count == attention.heads:
         return 0
-    module, key = attention.queries
-    weight = getattr(module, key)
-    if isinstance(weight, DTensor) and weight.placements and isinstance(weight.placements[-1], Shard):
-        mesh = weight.device_mesh  # tensor parallelism is the last axis of the mesh, also under FSDP
-        if mesh.size(mesh.ndim - 1) * count == attention.heads:
-            return mesh.get_local_rank(mesh.ndim - 1) * count
+    if _parts_of_heads(attention) * count == attention.heads:
+        mesh = getattr(*attention.queries).device_mesh
+        return int(mesh.get_local_rank(mesh.ndim - 1)) * count
     problem = f"the logits of {count} of {attention.heads} heads"
     needed = "to know which: a weight that is a DTensor, cut by heads along the last axis of its mesh"
     raise ValueError(explain_error(attention.name, problem, needed, "Write clip.record(module, largest, first=...)"))
+
+
+def _parts_of_heads(attention: Attention) -> int:
+    """Return among how many ranks tensor parallelism cuts the query weight, the last axis of its mesh; 1 without it.
+
+    Outside of a forward, this may also be the cut by FSDP.
+    """
+    weight = getattr(*attention.queries)
+    if isinstance(weight, DTensor) and weight.placements and isinstance(weight.placements[-1], Shard):
+        return int(weight.device_mesh.size(weight.device_mesh.ndim - 1))
+    return 1

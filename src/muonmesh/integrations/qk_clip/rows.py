@@ -17,7 +17,7 @@ from muonmesh.layout import split_matrices
 from muonmesh.names import canonical_name
 
 _NO_SOFTMAX = re.compile(r".*(Delta(Net|Attention)|LightningAttention|Mamba2?Layer|Mixer)")
-_NORM = re.compile(r"(q|k|qk|query|key)_?((layer|rms|l2)_?)?(norm|ln)|(norm|ln)_?(q|k|qk|query|key)")
+_NORM = re.compile(r"(q|k|qk|query|key)_?(b_)?((layer|rms|l2)_?)?(norm|ln)|(norm|ln)_?(q|k|qk|query|key)")
 _ADAPTER = re.compile(r"(.*_)?(q|k|query|key)_adapter.*")
 
 # Names of projections in attention modules, and of parameters that the modules hold themselves: what they make.
