@@ -226,6 +226,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"per_head_muon": True}, "per_head_muon"),
     ("emerging_optimizers", {"weight_update_hook": "hyperball"}, "weight_update_hook"),
     ("megatron", {"lr": 3e-4, "optimizer": "adam"}, "optimizer"),
+    ("megatron", {"lr": 3e-4, "muon_split_qkv": False}, "muon_split_qkv"),
     ("emerging_optimizers", {"weight_decay_method": "l2"}, "weight_decay_method"),
     ("emerging_optimizers", {"coefficient_type": "aol"}, "coefficient_type"),
     ("torch", {"adjust_lr_fn": "new"}, "adjust_lr_fn"),

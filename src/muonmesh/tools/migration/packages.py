@@ -154,8 +154,8 @@ PACKAGES: dict[str, Package] = {
         },
         scales=_NVIDIAS,
         coefficients=lambda group: group["coefficient_type"],
-        # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
-        beside=frozenset({"muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+        # In muonmesh, matrices are whole under tensor parallelism.
+        beside=frozenset({"muon_fp32_matmul_prec", "muon_tp_mode"}),
         keeps_settings=False,
     ),
 }
@@ -214,6 +214,11 @@ _DIONS_ITERATIONS = {
 """dion's orthogonalization functions by name, and whether each runs Polar Express."""
 
 
+def _has_heads(group: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed's Muon orthogonalizes each head of a weight by itself, which it writes on the weight."""
+    return any(getattr(parameter, "muon_num_heads", None) is not None for parameter in group["params"])
+
+
 def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
     """Return the package of an optimizer, and its groups, with settings added that it keeps outside of its groups.
 
@@ -224,7 +229,8 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         package = kind.__module__.split(".")[0]
         name = _CLASSES.get(package, {}).get(kind.__name__)
         if name == "megatron":
-            fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay", "optimizer", "muon_scalar_optimizer"}
+            without = {"decoupled_weight_decay", "optimizer", "muon_scalar_optimizer", "muon_split_qkv"}
+            fields = without | PACKAGES["megatron"].defaults.keys()
             return name, [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
         if name is None or not isinstance(source, Optimizer) or not issubclass(kind, Optimizer):
             continue
@@ -238,8 +244,10 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
             if iteration not in _DIONS_ITERATIONS:
                 continue
             outside = {"use_polar_express": _DIONS_ITERATIONS[iteration]}
-        default = {"use_muon": True} if name == "deepspeed" else {}
-        return name, [{**default, **group, **outside} for group in source.param_groups]
+        groups = [{**group, **outside} for group in source.param_groups]
+        if name == "deepspeed":
+            groups = [{"use_muon": True, "per_head_muon": _has_heads(group), **group} for group in groups]
+        return name, groups
     fault = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
     write = "Write convert_settings(name, lr=..., ...) with the settings that you gave it, and "
