@@ -192,6 +192,16 @@ def test_groups_of_vectors_that_do_not_decay_are_as_ours() -> None:
     assert mm.convert_settings(adamw)["weight_decay"] == 0.3
 
 
+@pytest.mark.parametrize(("key", "value"), [("lr", 0.5), ("betas", (0.5, 0.6)), ("eps", 1e-3)])
+def test_vectors_that_do_not_decay_keep_their_other_settings(key: str, value: Any) -> None:
+    groups = [
+        {"params": [nn.Parameter(random_fp64(4, 6))], "weight_decay": 0.3},
+        {"params": [nn.Parameter(random_fp64(6))], "weight_decay": 0.0, key: value},
+    ]
+    with pytest.raises(ValueError, match=rf"{key} .*; needed one for all of them\. Convert each group by itself"):
+        mm.convert_settings(torch.optim.AdamW(groups))
+
+
 def test_each_group_of_many_is_converted_by_itself() -> None:
     """KellerJordan's own example has a rate for head, embedding and scalars each."""
     matrix, head, table = (nn.Parameter(random_fp64(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))

@@ -316,14 +316,15 @@ def _agreed(subject: str, groups: list[Settings], name: str) -> Settings:
     Raises:
         ValueError: the groups have different settings.
     """
-    decaying = [group for group in groups if not group.pop("exempt", False)]
-    groups = decaying or groups  # groups of vectors without decay need no setting: vectors never decay in muonmesh
+    decaying = [group for group in groups if not group.pop("exempt", False)] or groups
     for key in groups[0] if groups else ():
-        values = {str(group.get(key)): None for group in groups}
+        # Groups of vectors without decay need no setting of it: vectors never decay in muonmesh.
+        comparable = decaying if key in ("weight_decay", "decay_mode") else groups
+        values = {str(group.get(key)): None for group in comparable}
         if len(values) > 1:
             fault, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
             write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
             write += "and pass the settings of the others as from_model(..., overrides={...})"
             raise ValueError(explain_error(subject, fault, needed, write))
-    return groups[0] if groups else {}
+    return decaying[0] if groups else {}
