@@ -202,6 +202,15 @@ def test_vectors_that_do_not_decay_keep_their_other_settings(key: str, value: An
         mm.convert_settings(torch.optim.AdamW(groups))
 
 
+def test_groups_that_differ_are_converted_with_the_name_of_their_own_package() -> None:
+    matrices = [nn.Parameter(random_fp64(4, 6)) for _ in range(3)]
+    muon = torch.optim.Muon(matrices[:1])
+    adamw = torch.optim.AdamW([{"params": matrices[1:2]}, {"params": matrices[2:], "lr": 0.5}])
+    with pytest.raises(ValueError, match=r'lr 0\.001 and 0\.5; .* \*\*convert_settings\("adamw", group\)'):
+        mm.convert_settings(muon, adamw)
+    assert mm.convert_settings("adamw", adamw.param_groups[1])["lr"] == 0.5
+
+
 def test_each_group_of_many_is_converted_by_itself() -> None:
     """KellerJordan's own example has a rate for head, embedding and scalars each."""
     matrix, head, table = (nn.Parameter(random_fp64(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
