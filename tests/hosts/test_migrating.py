@@ -80,6 +80,17 @@ def test_our_next_steps_end_where_the_package_s_do(package: str, before: str | N
     assert max(apart.values()) < 0.03, apart
 
 
+def test_heads_that_deepspeed_orthogonalizes_by_themselves_are_refused() -> None:
+    """`per_head_muon` in its configuration writes their number on the weights alone."""
+    weights = {name: nn.Parameter(random(*SHAPES[name])) for name in NAMES}
+    assert mm.convert_settings(package_s("deepspeed", weights))["lr"] == 0.03
+    vars(weights["wide"])["muon_num_heads"] = 4
+    with pytest.raises(
+        ValueError, match=r"per_head_muon: found True, which muonmesh has no counterpart for; needed .*heads"
+    ):
+        mm.convert_settings(package_s("deepspeed", weights))
+
+
 def test_the_defaults_are_the_package_s() -> None:
     from muonmesh.tools.migration.package import WITHOUT
     from muonmesh.tools.migration.packages import PACKAGES

@@ -314,8 +314,8 @@ OTHER_MUONS: list[tuple[PackageName, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("package", "group", "found"), OTHER_MUONS)
-def test_groups_of_other_muons_are_refused(package: PackageName, group: dict[str, Any], found: str) -> None:
+@pytest.mark.parametrize(("package", "group", "fault"), OTHER_MUONS)
+def test_groups_of_other_muons_are_refused(package: PackageName, group: dict[str, Any], fault: str) -> None:
     """Some of them sum gradients: read as an average, a sum would outweigh the next gradients 20 times."""
     key = "momentum" if package == "dion" else "momentum_buffer"
     saved = {
@@ -323,7 +323,7 @@ def test_groups_of_other_muons_are_refused(package: PackageName, group: dict[str
         "param_groups": [{**group, "params": [0, 1, 2, 3]}],
     }
     with pytest.raises(
-        mm.StateError, match=rf"source: found {found} in a group; needed groups as {package} makes them"
+        mm.StateError, match=rf"source: found {fault} in a group; needed groups as {package} makes them"
     ):
         converted_layers([saved], package=package)
 
@@ -351,6 +351,25 @@ def test_what_the_source_lacks_begins_anew_if_asked() -> None:
     assert all("momentum_buffer" in other.state[named[name]] for name in MATRICES)
     assert all(not other.state.get(named[name]) for name in REST)
     other.step()
+
+
+@pytest.mark.parametrize("how", ["live", "names", "numbers"])
+def test_frozen_parameters_without_state_are_left_out(how: str) -> None:
+    """AdamW got all parameters of the model."""
+    model = Net()
+    model.up.weight.requires_grad_(requires_grad=False)
+    order = [name for name, _ in model.named_parameters()]
+    adamw = torch.optim.AdamW(model.named_parameters() if how == "names" else model.parameters(), lr=1e-3)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter) if name != "up.weight" else None
+    adamw.step()
+    muon = mm.from_model(model)
+    source: Any = adamw if how == "live" else adamw.state_dict()
+    state = convert(source, muon, package="adamw", params=[order] if how == "numbers" else None, strict=False)
+    muon.load_state_dict(state)
+    named = dict(model.named_parameters())
+    assert all(torch.equal(muon.state[named[name]]["exp_avg"], adamw.state[named[name]]["exp_avg"]) for name in REST)
+    assert not muon.state.get(named["mid.weight"])
 
 
 class Program:

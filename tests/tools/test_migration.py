@@ -192,6 +192,25 @@ def test_groups_of_vectors_that_do_not_decay_are_as_ours() -> None:
     assert mm.convert_settings(adamw)["weight_decay"] == 0.3
 
 
+@pytest.mark.parametrize(("key", "value"), [("lr", 0.5), ("betas", (0.5, 0.6)), ("eps", 1e-3)])
+def test_vectors_that_do_not_decay_keep_their_other_settings(key: str, value: Any) -> None:
+    groups = [
+        {"params": [nn.Parameter(random_fp64(4, 6))], "weight_decay": 0.3},
+        {"params": [nn.Parameter(random_fp64(6))], "weight_decay": 0.0, key: value},
+    ]
+    with pytest.raises(ValueError, match=rf"{key} .*; needed one for all of them\. Convert each group by itself"):
+        mm.convert_settings(torch.optim.AdamW(groups))
+
+
+def test_groups_that_differ_are_converted_with_the_name_of_their_own_package() -> None:
+    matrices = [nn.Parameter(random_fp64(4, 6)) for _ in range(3)]
+    muon = torch.optim.Muon(matrices[:1])
+    adamw = torch.optim.AdamW([{"params": matrices[1:2]}, {"params": matrices[2:], "lr": 0.5}])
+    with pytest.raises(ValueError, match=r'lr 0\.001 and 0\.5; .* \*\*convert_settings\("adamw", group\)'):
+        mm.convert_settings(muon, adamw)
+    assert mm.convert_settings("adamw", adamw.param_groups[1])["lr"] == 0.5
+
+
 def test_each_group_of_many_is_converted_by_itself() -> None:
     """KellerJordan's own example has a rate for head, embedding and scalars each."""
     matrix, head, table = (nn.Parameter(random_fp64(*shape)) for shape in ((6, 6), (4, 6), (4, 6)))
@@ -226,6 +245,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepspeed", {"per_head_muon": True}, "per_head_muon"),
     ("emerging_optimizers", {"weight_update_hook": "hyperball"}, "weight_update_hook"),
     ("megatron", {"lr": 3e-4, "optimizer": "adam"}, "optimizer"),
+    ("megatron", {"lr": 3e-4, "muon_split_qkv": False}, "muon_split_qkv"),
     ("emerging_optimizers", {"weight_decay_method": "l2"}, "weight_decay_method"),
     ("emerging_optimizers", {"coefficient_type": "aol"}, "coefficient_type"),
     ("torch", {"adjust_lr_fn": "new"}, "adjust_lr_fn"),

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from operator import not_, or_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -226,6 +227,8 @@ def _named_groups(
 ) -> list[NamedGroup]:
     """Return the groups of a source with the names of their parameters, in the order of the saved state.
 
+    Parameters without state that muonmesh does not train, such as frozen ones, are left out.
+
     Raises:
         StateError: the state has no names, or names of other parameters than the recipients', or one name twice.
     """
@@ -233,9 +236,11 @@ def _named_groups(
     groups: list[NamedGroup] = []
     for number, group in enumerate(saved.groups):
         keys, order = group["params"], next(orders)
-        is_live = all(id(key) in by_id for key in keys)
+        entries = [saved.state.get(key, {}) for key in keys]
+        trained = [id(key) in by_id for key in keys]
+        is_live = any(trained) and all(map(or_, trained, map(not_, entries)))
         if is_live:  # an optimizer over this very model
-            chosen = [by_id[id(key)] for key in keys]
+            chosen = [by_id.get(id(key), "?") for key in keys]
         elif order is not None:
             chosen = [by_id.get(id(key), "?") if isinstance(key, Tensor) else canonical_name(key) for key in order]
         elif group.get("param_names"):
@@ -248,16 +253,19 @@ def _named_groups(
             write = "Write params=[...], for each group its parameters in the order in which that optimizer was given "
             write += "them"
             raise StateError(explain_error("source", fault, needed, write))
-        strangers = [name for name in chosen if name not in recipients]
+        # In a sorted group, a name may belong to another entry.
+        may_be_sorted = PACKAGES[saved.package].sorts and not is_live
+        with_state = [name for name, entry in zip(chosen, entries, strict=False) if entry or may_be_sorted]
+        strangers = [name for name in with_state if name not in recipients]
         if len(chosen) != len(keys) or strangers:
             fault = f"{len(keys)} parameters in group {number}, for which the names are {', '.join(chosen[:4])}"
             needed = f"parameters of this model, not {strangers[0]}" if strangers else "as many names"
             write = "Convert for the model and the groups that the state was saved with"
             raise StateError(explain_error("source", fault, needed, write))
-        entries = [saved.state.get(key, {}) for key in keys]
-        groups.append(NamedGroup(saved.package, number, group, chosen, entries, is_live))
-    names = Counter(name for group in groups for name in group.names)
-    for name, count in names.items():
+        remaining = [(name, entry) for name, entry in zip(chosen, entries, strict=True) if name in recipients]
+        names = [name for name, _ in remaining]
+        groups.append(NamedGroup(saved.package, number, group, names, [entry for _, entry in remaining], is_live))
+    for name, count in Counter(name for named in groups for name in named.names).items():
         if count > 1:
             fault, write = f"its name {count} times among those of one source", "Name each parameter once in params="
             raise StateError(explain_error(name, fault, "one state of it", write))

@@ -219,7 +219,7 @@ class Package:
             "lr": self._rate("adamw", group),
             "weight_decay": group["weight_decay"],
             "decay_mode": "cautious" if self.cautious_adamw and group["cautious"] else "full",
-            "adamw_betas": tuple(group["betas"]),
+            "adamw_betas": tuple(map(_plain_number, group["betas"])),
             "adamw_eps": group["eps"],
         }
 
@@ -256,6 +256,7 @@ WITHOUT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "split_sizes": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("rows", ...)}} for from_model'),
     "num_heads": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
     "per_head_muon": (_OFF, 'Leave it out and write overrides={name: {"matrices": ("heads", n, dim)}} for from_model'),
+    "muon_split_qkv": ((True,), 'Leave it out and write overrides={name: {"matrices": "whole"}} for from_model'),
     "weight_update_hook": (_OFF, "Leave it out"),
     "use_gram_newton_schulz": (_OFF, "Leave it out: ns_method does this, with its own restarts"),
     "coefficient_type": (

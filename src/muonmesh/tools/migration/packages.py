@@ -13,7 +13,7 @@ from muonmesh.errors import about, explain_error, warn
 from muonmesh.numerics.coefficients import COEFFICIENT_SETS, Polynomial
 from muonmesh.numerics.scale import ScaleMode
 from muonmesh.settings import FOREIGN_KEYS
-from muonmesh.tools.migration.package import COMMON, WITHOUT, Halves, Package, Settings, StateKeys, plain
+from muonmesh.tools.migration.package import COMMON, WITHOUT, Package, Settings, StateKeys, plain
 
 _TORCHS: dict[str | None, ScaleMode] = {
     None: "original",
@@ -154,8 +154,8 @@ PACKAGES: dict[str, Package] = {
         },
         scales=_NVIDIAS,
         coefficients=lambda group: group["coefficient_type"],
-        # In muonmesh, q, k and v are always separate matrices, and matrices are whole under tensor parallelism.
-        beside=frozenset({"muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode"}),
+        # In muonmesh, matrices are whole under tensor parallelism.
+        beside=frozenset({"muon_fp32_matmul_prec", "muon_tp_mode"}),
         keeps_settings=False,
     ),
 }
@@ -214,6 +214,11 @@ _DIONS_ITERATIONS = {
 """dion's orthogonalization functions by name, and whether each runs Polar Express."""
 
 
+def _has_heads(group: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed's Muon orthogonalizes each head of a weight by itself, which it writes on the weight."""
+    return any(getattr(parameter, "muon_num_heads", None) is not None for parameter in group["params"])
+
+
 def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
     """Return the package of an optimizer, and its groups, with settings added that it keeps outside of its groups.
 
@@ -224,7 +229,8 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
         package = kind.__module__.split(".")[0]
         name = _CLASSES.get(package, {}).get(kind.__name__)
         if name == "megatron":
-            fields = {*PACKAGES["megatron"].defaults, "decoupled_weight_decay", "optimizer", "muon_scalar_optimizer"}
+            without = {"decoupled_weight_decay", "optimizer", "muon_scalar_optimizer", "muon_split_qkv"}
+            fields = without | PACKAGES["megatron"].defaults.keys()
             return name, [{key: getattr(source, key) for key in fields if hasattr(source, key)}]
         if name is None or not isinstance(source, Optimizer) or not issubclass(kind, Optimizer):
             continue
@@ -238,8 +244,10 @@ def groups_of(source: object) -> tuple[PackageName, list[Settings]]:
             if iteration not in _DIONS_ITERATIONS:
                 continue
             outside = {"use_polar_express": _DIONS_ITERATIONS[iteration]}
-        default = {"use_muon": True} if name == "deepspeed" else {}
-        return name, [{**default, **group, **outside} for group in source.param_groups]
+        groups = [{**group, **outside} for group in source.param_groups]
+        if name == "deepspeed":
+            groups = [{"use_muon": True, "per_head_muon": _has_heads(group), **group} for group in groups]
+        return name, groups
     fault = f"{type(source).__module__}.{type(source).__name__}"
     names = ", ".join(map(repr, get_args(PackageName)))
     write = "Write convert_settings(name, lr=..., ...) with the settings that you gave it, and "
@@ -283,39 +291,44 @@ def convert_settings(source: PackageName | Optimizer | object, *rest: Any, **set
             if not isinstance(group, Mapping):
                 needed = f"param groups as {source} takes them"
                 raise TypeError(explain_error("rest", f"{type(group).__name__}", needed, "Write a dict"))
-        return _merged(source, [PACKAGES[source].read_group({**settings, **group}) for group in rest or ({},)], source)
+        return _merged(source, [(source, {**settings, **group}) for group in rest or ({},)])
     if settings:
         fault = f"settings beside an optimizer: {', '.join(settings)}"
         raise ValueError(explain_error("settings", fault, "either", "Change what convert_settings returns"))
     owned = [groups_of(optimizer) for optimizer in (source, *rest)]
-    halves = [PACKAGES[name].read_group(group) for name, groups in owned for group in groups]
-    if not any("adamw" in half for half in halves):
+    merged = _merged(type(source).__name__, [(name, group) for name, groups in owned for group in groups])
+    if "adamw_eps" not in merged.get("adamw", merged):
         message = "from_model takes these settings, learning rate included, for AdamW too. Write "
         warn(about(type(source).__name__, f"{message}convert_settings(muon, adamw), with the optimizer of the rest"))
-    return _merged(type(source).__name__, halves, owned[0][0])
+    return merged
 
 
-def _merged(subject: str, groups: Sequence[Halves], name: str) -> Settings:
-    """Return the settings for Muon and AdamW as arguments of `from_model`."""
-    muon = _agreed(f"{subject}'s Muon groups", [halves["muon"] for halves in groups if "muon" in halves], name)
-    adamw = _agreed(f"{subject}'s AdamW groups", [halves["adamw"] for halves in groups if "adamw" in halves], name)
+def _merged(subject: str, groups: Sequence[tuple[str, Settings]]) -> Settings:
+    """Return the settings for Muon and AdamW of groups, each with its package, as arguments of `from_model`."""
+    halves = [(name, PACKAGES[name].read_group(group)) for name, group in groups]
+    muon = _agreed(f"{subject}'s Muon groups", [(name, half["muon"]) for name, half in halves if "muon" in half])
+    adamw = _agreed(f"{subject}'s AdamW groups", [(name, half["adamw"]) for name, half in halves if "adamw" in half])
     return {**muon, "adamw": adamw} if muon and adamw else muon or adamw
 
 
-def _agreed(subject: str, groups: list[Settings], name: str) -> Settings:
-    """Return the settings that all groups of one algorithm have in common.
+def _agreed(subject: str, named_groups: Sequence[tuple[str, Settings]]) -> Settings:
+    """Return the settings that all groups of one algorithm, each with its package, have in common.
 
     Raises:
         ValueError: the groups have different settings.
     """
-    decaying = [group for group in groups if not group.pop("exempt", False)]
-    groups = decaying or groups  # groups of vectors without decay need no setting: vectors never decay in muonmesh
+    groups = [group for _, group in named_groups]
+    decaying = [group for group in groups if not group.pop("exempt", False)] or groups
     for key in groups[0] if groups else ():
-        values = {str(group.get(key)): None for group in groups}
+        # Groups of vectors without decay need no setting of it: vectors never decay in muonmesh.
+        comparable = decaying if key in ("weight_decay", "decay_mode") else groups
+        values = {str(group.get(key)): None for group in comparable}
         if len(values) > 1:
             fault, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
-            write += f'**convert_settings("{name}", group)}}. If a group has matrices and vectors, convert one group, '
-            write += "and pass the settings of the others as from_model(..., overrides={...})"
+            write += (
+                f'**convert_settings("{named_groups[0][0]}", group)}}. If a group has matrices and vectors, convert '
+            )
+            write += "one group, and pass the settings of the others as from_model(..., overrides={...})"
             raise ValueError(explain_error(subject, fault, needed, write))
-    return groups[0] if groups else {}
+    return decaying[0] if groups else {}
