@@ -544,6 +544,10 @@ def test_the_hosts_time() -> None:
         muonmesh, torchs = table["muonmesh"], table["torch"]
         figures = f"{muonmesh['us'] / 1e3:.1f} | {torchs['us'] / 1e3:.1f} | {muonmesh['us'] / torchs['us']:.2f} "
         assert f"| {muonmesh['triton']} | {figures}" in page
+    moved = recorded("host_time_moved")["tables"].values()
+    for who in ("muonmesh, with other gradients", "muonmesh"):
+        gpt2, small, llama = (f"{table[who]['us'] / table['torch']['us']:.2f}" for table in moved)
+        assert f"{gpt2}, {small} and {llama}" in page
 
 
 def test_the_table_of_matrices_made_to_break_an_iteration_is_the_recorded_one() -> None:

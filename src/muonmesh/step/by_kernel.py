@@ -121,8 +121,9 @@ def mark_nonzero(
         return table.rows
 
     def gradients_of(launch: _Launch) -> list[Tensor]:
-        numbers = [table.parameters[index] for index in launch.parameters]
-        return [gradient for number in numbers if (gradient := gradients[number]) is not None]
+        numbers = [*table.parameters]  # without those of which this rank stores no element
+        in_order = [gradients[numbers[index]] for index in launch.parameters]
+        return [gradient for gradient in in_order if gradient is not None]
 
     def run(nonzero: Tensor) -> None:
         for launch in launches:
