@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -620,6 +620,26 @@ def test_replicas_whose_gradients_nothing_averaged_are_an_error_on_all(how: str)
     with pytest.raises(mm.LayoutError, match=message) if name else contextlib.nullcontext():
         optimizer.step()
     assert same_bits(before, copies_of(model)) == (name is not None)
+
+
+@pytest.mark.parametrize("how", ["own", "averaged"])
+@on_ranks(4, timeout=SOON)
+def test_replicas_of_shards_whose_gradients_nothing_averaged_are_an_error_on_all(how: str) -> None:
+    """The replicas had stepped with gradients of their own, and drifted apart: only whole copies were compared."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Two("ddp")
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = mm.from_model(model, process_group="world", overrides={"matrix": "muon"})
+    for number, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(10 * dist.get_rank() + number)
+        local = torch.randn(parameter.to_local().shape, generator=generator)
+        if how == "averaged":
+            dist.all_reduce(local, group=mesh["replicate"].get_group())
+        layout = {"shape": parameter.shape, "stride": parameter.stride()}
+        parameter.grad = DTensor.from_local(local, mesh["shard"], parameter.placements, **layout)
+    message = r"^(matrix|vector): The ranks 0 and 2 hold replicas of this parameter, but their gradients differ \("
+    with pytest.raises(mm.LayoutError, match=message) if how == "own" else contextlib.nullcontext():
+        optimizer.step()
 
 
 def save_replicas(path: str, how: str) -> tuple[str, bool]:

@@ -5,7 +5,7 @@ Region → Layout → Matrix → Plan; nothing flows back. See ``docs/internals/
 
 from muonmesh.layout.budget import Budget
 from muonmesh.layout.cost import cost
-from muonmesh.layout.flat import Declared, FlatParameter, FlatShards, Interval, Layout
+from muonmesh.layout.flat import Declared, FlatParameter, FlatShards, Interval, Layout, occupied
 from muonmesh.layout.layout import MeshLayout, Placement, Replicate, Shard
 from muonmesh.layout.matrix import Matrix, MatrixSpec, split_matrices
 from muonmesh.layout.parameter import Elementwise, Parameter
@@ -31,5 +31,6 @@ __all__ = [
     "Shard",
     "cost",
     "make_plan",
+    "occupied",
     "split_matrices",
 ]

@@ -250,6 +250,21 @@ stays small even with thousands of ranks.
 """
 
 
+def occupied(layouts: Sequence[Layout | None], rank: int) -> tuple[slice, ...] | None:
+    """Return where the parameters of one flat buffer lie in it; None if they fill it, or if it is no flat buffer.
+
+    Args:
+        layouts: The layouts of all parameters in the buffer.
+        rank: The rank of the buffer.
+    """
+    flat = [layout for layout in layouts if isinstance(layout, FlatShards)]
+    if len(flat) < len(layouts):
+        return None
+    intervals = sorted((i.start, i.start + i.length) for layout in flat for i in layout.intervals_of(rank))
+    full = sum(high - low for low, high in intervals) == math.prod(flat[0].local_shape(rank))
+    return None if full else tuple(slice(low, high) for low, high in intervals)
+
+
 @dataclass(frozen=True)
 class FlatParameter:
     """One parameter in a flat buffer.

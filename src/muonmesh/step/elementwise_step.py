@@ -70,12 +70,18 @@ def _step(
     for batch in filter(None, [*batches, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
         absent = ~batch[0].present if isinstance(batch[0].present, Tensor) else None
         stored = [_stored(entry, rule) for entry in batch]
-        used = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
+        wide = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
+        used = [
+            {key: _occupied(tensor, entry.places) for key, tensor in state.items()}
+            for entry, state in zip(batch, wide, strict=True)
+        ]
         stop = flags.stop if absent is None or flags.stop is None else flags.stop | absent
         squares = rule.step(
             [state[""] for state in used],
             [
-                torch.zeros_like(state[""]) if entry.gradient is None else real_of(entry.gradient).to(state[""].dtype)
+                torch.zeros_like(state[""])
+                if entry.gradient is None
+                else _occupied(real_of(entry.gradient), entry.places).to(state[""].dtype)
                 for entry, state in zip(batch, used, strict=True)
             ],
             {key: [state[key] for state in used] for key in rule.keeps()},
@@ -87,8 +93,10 @@ def _step(
             assert squares_by_group is not None
             square = square if stop is None else torch.where(stop, 0.0, square)
             squares_by_group.setdefault(entry.member.group, []).append(square / entry.member.storage.copies)
-        for entry, before, after in zip(batch, stored, used, strict=True):
-            _write(entry, rule, before, after)
+        for entry, before, copies, after in zip(batch, stored, wide, used, strict=True):
+            for key, tensor in copies.items():
+                _put_back(after[key], tensor, entry.places)
+            _write(entry, rule, before, copies)
 
 
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
@@ -96,6 +104,24 @@ def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     state = {key: local_of(entry.state[key]) for key in rule.keeps()}
     stored = {"": local_of(entry.state.get("master", entry.member.tensor)), **state}
     return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
+
+
+def _occupied(buffer: Tensor, places: Sequence[slice] | None) -> Tensor:
+    """Return the elements of parameters in a flat buffer, without padding and neighbors: a view, or a copy of several.
+
+    The rule must not see the others: it would decay them, and a framework may keep anything there.
+    """
+    if places is None:
+        return buffer
+    return buffer[places[0]] if len(places) == 1 else torch.cat([buffer[:0], *(buffer[place] for place in places)])
+
+
+def _put_back(elements: Tensor, buffer: Tensor, places: Sequence[slice] | None) -> None:
+    """Write what `_occupied` has copied, after it was stepped."""
+    if places is not None and len(places) > 1:
+        lengths = [place.stop - place.start for place in places]
+        for place, part in zip(places, torch.split(elements, lengths), strict=True):
+            buffer[place].copy_(part)
 
 
 def _widened(stored: Tensor) -> Tensor:
@@ -113,4 +139,6 @@ def _write(
         elif tensor is not after[key]:
             tensor.copy_(after[key])
     if "master" in entry.state:
-        real_of(entry.local).copy_(stored[""])
+        weights = real_of(entry.local)
+        for place in [...] if entry.places is None else entry.places:
+            weights[place].copy_(stored[""][place])

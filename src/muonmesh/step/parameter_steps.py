@@ -54,6 +54,8 @@ class ParameterStep:
         in_form: Whether all of its state was found in these forms.
         present: Whether any rank has a gradient for the tensor; `preflight` asks the ranks of the plan. A 0-d bool
             tensor if only the device knows, because the gradient could only be on another rank.
+        places: Where parameters lie in a flat buffer that has more than them, such as padding; None if they fill it.
+            Only elementwise rules read it, which step all parameters of a buffer at once.
         weights, momenta, beside, master: Set by `ReadyParameters`, from then on local and contiguous, so that pieces
             can index them. ``gradient`` then has the elements whose momentum this rank stores; it is zero if only this
             rank has no gradient.
@@ -73,6 +75,7 @@ class ParameterStep:
     forms: tuple[StateForm, ...]
     in_form: bool = False
     present: bool | Tensor = False
+    places: Sequence[slice] | None = None
     weights: Tensor = field(init=False)
     momenta: Momenta | None = None
     beside: Mapping[str, Tensor] = field(default_factory=dict)

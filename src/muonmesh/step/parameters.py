@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.sharing import restricted
-from muonmesh.comm.storage import PLAIN, any_is_freed, bytes_of, local_of, local_shape
+from muonmesh.comm.storage import PLAIN, any_is_freed, bytes_of, local_of, local_shape, this_rank
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
+from muonmesh.layout import occupied
 from muonmesh.numerics.rules import Rule
 from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import Flags
@@ -248,11 +249,18 @@ def collect(planned: StepPlan, optimizer: Optimizer, runtime: Runtime, loss_scal
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = list[list[ParameterStep]]()
     for members in filter(None, planned.adamw):
-        tensors = {id(member.tensor): member for member in members}  # a flat tensor is stepped once
-        if len(tensors) < len(members) and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None:
+        in_tensors: dict[int, list[OptimizedParameter]] = {}  # a flat tensor is stepped once
+        for member in members:
+            in_tensors.setdefault(id(member.tensor), []).append(member)
+        if (
+            len(in_tensors) < len(members)
+            and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None
+        ):
             problem, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
             error = error or LayoutError(explain_error(members[0].name, problem, needed, "Write fully_shard(model)"))
-        adamw.append([entry_of(member) for member in tensors.values()])
+        adamw.append([entry_of(sharing[-1]) for sharing in in_tensors.values()])
+        for entry, sharing in zip(adamw[-1], in_tensors.values(), strict=True):
+            entry.places = occupied([member.storage.layout for member in sharing], this_rank())
     return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 

@@ -23,7 +23,7 @@ from muonmesh.comm.gradients import GradientSource, gradient_of, partial_axes
 from muonmesh.comm.same_plan import CHECKSUM
 from muonmesh.comm.storage import Storage, local_of, this_rank
 from muonmesh.comm.undeclared_replicas import Claim, Gradients, Sums
-from muonmesh.layout import FlatShards, MeshLayout
+from muonmesh.layout import FlatShards, MeshLayout, Replicate
 from muonmesh.numerics.dtypes import real_of
 from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import DIGEST
@@ -86,9 +86,9 @@ def said_of_copies(
 
     Returns:
         A claim for each parameter that other ranks may hold, unknown to muonmesh; and the sums of the gradients of all
-        parameters of which the same ranks hold whole, declared copies.
+        parameters of which the same ranks hold declared copies, or copies of the same shard.
     """
-    claims, sums_of = list[Claim](), dict[tuple[int, ...], dict[str, Sums]]()
+    claims, sums_of = list[Claim](), dict[tuple[Any, ...], dict[str, Sums]]()
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return claims, {}
     # A source with a `complete` of its own brings gradients after this. A source may also be a proxy of another one.
@@ -101,10 +101,13 @@ def said_of_copies(
             kind = f"{storage.shape}, {tensor.dtype}, {kind_of_ranks} on {len(member.ranks)} ranks"
             bits = int(sum_of_bits(storage, tensor, tensor.device))
             claims.append(Claim(member.name, kind, member.ranks, bits, slopes, member.holders == "unknown"))
-        elif source is not None and not later and isinstance(storage.layout, MeshLayout) and storage.replicated:
+        elif source is not None and not later and isinstance(storage.layout, MeshLayout) and storage.copies > 1:
             gradient = _gradient(member, source)
             if (slopes := _sums_of(gradient)) is not None and not any(partial_axes(gradient)):
-                sums_of.setdefault(member.ranks, {})[member.name] = slopes
+                layout = storage.layout  # of a sharded parameter, ranks with the same shard have equal gradients
+                copied = tuple(isinstance(placement, Replicate) for placement in layout.placements)
+                holders = member.ranks, layout.mesh, copied, layout.parts(this_rank())
+                sums_of.setdefault(holders, {})[member.name] = slopes
     return claims, {zlib.crc32(repr((holders, list(sums))).encode()): sums for holders, sums in sums_of.items()}
 
 
