@@ -19,7 +19,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank, send_objects_by
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
-from muonmesh.comm.rendezvous import connected
+from muonmesh.comm.rendezvous import announcing_failure, connected, withdraw_failure
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.undeclared_replicas import Claim, Copies, Gradients, Sums, added, find_copies, insist_on_averages
@@ -138,7 +138,12 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
     if world_size() > 1 and error is None:
         runtime.ranks.wrappers = wrappers_of([tensor for param_group in groups for tensor in param_group["params"]])
         refuse_join(runtime.ranks.wrappers)
-    ranks = connected(sets, alone=runtime.process_group == "local")
+    alone = runtime.process_group == "local"
+    if error is not None and not any(len(ranks) > 1 for ranks in sets):
+        with announcing_failure(alone=alone):  # other ranks may know that they share parameters with this rank
+            raise error
+    withdraw_failure()
+    ranks = connected(sets, alone=alone)
     group = group_of(ranks, _groups_known(planned, runtime))
     facts: Facts | None = None
     sums: Gradients = {}
