@@ -229,10 +229,10 @@ def known_on_rank_1_alone() -> tuple[str, float]:
     begun = time.monotonic()
     with pytest.raises((mm.LayoutError, PlanError)) as caught:
         mm.Muon([{"params": [("weight", shard)]}]).step()
-    told = str(caught.value), time.monotonic() - begun
+    outcome = str(caught.value), time.monotonic() - begun
     dist.barrier()
     mm.Muon([{"params": [("weight", nn.Parameter(torch.ones(6, 8)))]}], process_group="world").step()
-    return told
+    return outcome
 
 
 def test_a_rank_that_cannot_know_with_whom_it_shares_keeps_nobody_waiting(workers: Any) -> None:
