@@ -18,6 +18,7 @@ from typing import Any
 from muonmesh.errors import FileError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TOO_MANY_OPEN = {errno.EMFILE, errno.ENFILE}
 # Messages of torch's writer and of numpy if the system wrote fewer bytes than requested.
 TOOK_LESS = re.compile(r"unexpected pos|PytorchStreamWriter failed|requested and \d+ written")
 AGAIN = "start again or go on with --resume"  # the default is for `muonmesh train`
@@ -55,6 +56,7 @@ def cannot_write(path: Path, error: BaseException, *, again: str = AGAIN) -> str
     why = reason(error) if number is None or not full else os.strerror(number)
     remedy = "Free some memory" if memory else "Choose a place that can be written"
     remedy = "Free some space there" if full else remedy
+    remedy = "Allow more open files (ulimit -n)" if number in TOO_MANY_OPEN else remedy
     return f"{path}: could not be written: {why}. {remedy}, then {again}"
 
 

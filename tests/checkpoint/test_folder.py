@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muonmesh.checkpoint.folder import open_checkpoint, previous_at, scratch_at
+from muonmesh.checkpoint.manifest import REMEDY
 from muonmesh.errors import FileError
 from tests.support.alone import files_of_at_most
 from tests.support.disks import read_only, small_disk
@@ -219,6 +221,46 @@ def test_a_disk_that_ranks_do_not_share_is_said_before_anything_is_written(pool:
     assert "disk of rank 1/.state.writing: found no folder on rank 1 that rank 0 has made" in first
     assert "needed a folder that all ranks share. Pass the same path on every rank" in first
     assert [file for file in tmp_path.rglob("*") if not file.name.startswith("disk")] == []
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(pool: Pool, tmp_path: Path) -> None:
+    """That of another user, for example: every later save told of the new folder, which could be written."""
+    path = tmp_path / "state"
+    pool.run(write_shared, path)
+    with small_disk(previous_at(path)):
+        for message in pool.run(write_refused, path):
+            assert message.startswith(f"{previous_at(path)}: could not be removed: ")
+            assert message.endswith(". Remove it, then save again")
+        assert not scratch_at(path).exists()
+    assert pool.run(read_back, path)[0][1]["state.weight.step"] == 2.0
+
+
+def tried_on_bad_paths(folder: Path) -> list[str]:
+    """What this rank is told where only rank 1 cannot look at a folder, and where it may open no more files."""
+    path = folder / ("n" * 300 if dist.get_rank() == 1 else "state")
+    with pytest.raises(FileError) as unseen:
+        open_checkpoint(path)
+    files, limit = [], resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 1:
+        files = [os.open(folder, os.O_RDONLY)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] + 1, limit[1]))
+    try:
+        message = write_refused(folder / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for file in files:
+            os.close(file)
+    return [str(unseen.value), message]
+
+
+def test_what_the_system_refuses_is_one_sentence_with_what_helps(pool: Pool, tmp_path: Path) -> None:
+    """Ranks that were not refused were told of a PermissionError, or of "[Errno 13]" and a hidden folder."""
+    pool.run(write_shared, tmp_path / "state")
+    for unseen, message in pool.run(tried_on_bad_paths, tmp_path):
+        assert unseen == f"{tmp_path / ('n' * 300)}: could not be read: File name too long. {REMEDY}"
+        assert message.endswith(
+            "could not be written: Too many open files. Allow more open files (ulimit -n), then save again"
+        )
 
 
 def tried_by_a_limited_rank(limited: int, path: Path) -> str:

@@ -529,6 +529,27 @@ def test_an_optimizer_that_one_rank_could_not_make_is_an_error_on_all(workers, h
     workers(2).run(caught_and_made_anew, timeout=SOON)
 
 
+def read_while_withdrawn() -> None:
+    """Rank 1 fails and makes another optimizer many times, while rank 0 looks for failures."""
+    store, rounds = rendezvous.shared_store(), 3000
+    for number in range(rounds if dist.get_rank() == 1 else 0):
+        with contextlib.suppress(ValueError), rendezvous.announcing_failure():
+            raise ValueError(str(number))
+        rendezvous.withdraw_failure()
+    if dist.get_rank() == 1:
+        store.set("all withdrawn", "1")
+    while dist.get_rank() == 0 and not store.check(["all withdrawn"]):
+        rendezvous._notes()
+    dist.barrier()
+    store.delete_key("all withdrawn")
+
+
+def test_a_note_that_is_taken_back_while_it_is_read_is_no_note(workers) -> None:
+    """A deleted note was read as nothing, which is no JSON, or waited for."""
+    workers(2).run(read_while_withdrawn, timeout=SOON)
+    workers(2).run(caught_and_made_anew, timeout=SOON)
+
+
 def caught_and_made_anew() -> None:
     """Who catches the error and makes another optimizer goes on with the others."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +217,30 @@ def test_a_reader_of_ones_own_says_where_plain_shards_lie(workers: Any) -> None:
     assert workers(2).run(stepped_by_rows, "placements") == ["[]"] * 2
     for message in workers(2).run(stepped_by_rows, "a number"):
         assert "found layout reader's answer 7; needed (mesh, placements)" in message, message
+
+
+def known_on_rank_1_alone() -> tuple[str, float]:
+    """What a rank is told where a reader knows the shards of rank 1 alone, and after how many seconds."""
+    mm.register_layout_reader(read_answer)
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    shard: Any = Rows(torch.ones(3, 8))
+    shard.answer = (mesh, [Shard(0)], (6, 8)) if rank == 1 else None
+    shard.grad = torch.ones(3, 8)
+    begun = time.monotonic()
+    with pytest.raises((mm.LayoutError, PlanError)) as caught:
+        mm.Muon([{"params": [("weight", shard)]}]).step()
+    outcome = str(caught.value), time.monotonic() - begun
+    dist.barrier()
+    mm.Muon([{"params": [("weight", nn.Parameter(torch.ones(6, 8)))]}], process_group="world").step()
+    return outcome
+
+
+def test_a_rank_that_cannot_know_with_whom_it_shares_keeps_nobody_waiting(workers: Any) -> None:
+    """The other rank waited for the timeout of collectives, half an hour by default, and was told of a dead rank."""
+    first, second = workers(2).run(known_on_rank_1_alone)
+    assert first[0].startswith("weight: This parameter is a plain tensor while 2 ranks run")
+    assert second[0] == f"rank 0: {first[0]}"
+    assert max(first[1], second[1]) < 15
 
 
 def test_what_is_no_reader_is_refused() -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import muonmesh as mm
 from muonmesh.checkpoint.folder import previous_at
-from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.manifest import MANIFEST_FILE, Manifest
 from muonmesh.numerics.kernels import auto_takes, compiled
 from muonmesh.tools.cli import installation
 from muonmesh.tools.cli.app import app
@@ -206,6 +206,30 @@ def test_what_is_damaged_is_told_by_file(name: str, damage: Callable[[Path], Any
     assert not shown["whole"]
     assert len({fault.partition("; needed")[0] for fault in shown["faults"]}) == len(shown["faults"]), shown["faults"]
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(("saves", "whole"), [(1, True), (100, False)])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(
+    saves: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of two were told as damages, in a third of the calls beside a process that saves in a loop."""
+    path, check, left = tmp_path / "saved", Manifest.check_files, [saves]
+
+    def save_once(value: float) -> None:
+        write(path, {**STATE, "model.more": torch.full((4, 6), value)}, GROUPS)
+
+    def saved_before(*arguments: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            save_once(float(left[0]))
+        check(*arguments)
+
+    save_once(-1.0)
+    monkeypatch.setattr(Manifest, "check_files", saved_before)
+    code, text = doctor(path)
+    assert code == int(not whole)
+    assert ("replaces again and again; needed one that stays" in text.replace("\n", " ")) != whole, text
+    assert "its content has changed" not in text
 
 
 def test_numbers_that_no_step_leaves_behind_are_damage_in_the_state_and_a_note_elsewhere(tmp_path: Path) -> None:

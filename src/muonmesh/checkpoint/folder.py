@@ -49,13 +49,14 @@ from muonmesh.checkpoint.manifest import (
     merged_manifests,
     read_manifest,
     torch_metadata,
+    unreadable,
     write_manifest,
 )
 from muonmesh.checkpoint.record import STATE, Boxes, LocalBoxes
 from muonmesh.comm.gather_objects import gather_objects, on_every_rank, on_first_rank
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.errors import FileError, explain_error
-from muonmesh.files import kind_of, onto_disk, read_json, replace_text, writing
+from muonmesh.files import kind_of, onto_disk, read_json, reason, replace_text, writing
 from muonmesh.layout.region import Block, Region, overlap
 from muonmesh.step.state_layout import wrong_numbers
 
@@ -130,12 +131,16 @@ def move_into_place(scratch: Path, path: Path) -> None:
     """Rename a written checkpoint to its path, and then remove the old checkpoint.
 
     Raises:
+        FileError: an earlier save has left an old checkpoint that cannot be removed.
         OSError: the rename failed; the old checkpoint is still at its path.
     """
     before = previous_at(path)
     replacing = os.path.lexists(path)
     if replacing:
-        remove_folder(before)
+        try:
+            remove_folder(before)
+        except OSError as error:  # it may belong to another user
+            raise FileError(f"{before}: could not be removed: {reason(error)}. Remove it, then {AGAIN}") from error
         path.rename(before)
     try:
         scratch.rename(path)
@@ -427,7 +432,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointReader:
     requested = Path(path)
 
     def inspect() -> CheckpointReader:
-        folder = folder_at(requested)
+        try:
+            return read_folder(folder_at(requested))
+        except OSError as error:
+            raise unreadable(f"{requested}:", error) from error
+
+    def read_folder(folder: Path) -> CheckpointReader:
         if folder.is_symlink() or not folder.is_dir():
             kind = kind_of(folder, follow=False)
             raise FileError(explain_error(str(requested), kind, "the folder of a checkpoint"))

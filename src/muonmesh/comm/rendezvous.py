@@ -68,10 +68,13 @@ def announcing_failure(*, alone: bool = False) -> Iterator[None]:
 
 
 def withdraw_failure() -> None:
-    """Delete the note of `announcing_failure` from the store, because this rank has made an optimizer after all."""
+    """Empty the note of `announcing_failure` in the store, because this rank has made an optimizer after all.
+
+    The note stays there: another rank that has just seen it would wait for a deleted one, or read nothing.
+    """
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
-            shared_store().delete_key(f"failed/{this_rank()}")
+            shared_store().set(f"failed/{this_rank()}", json.dumps([_failures, None]))
 
 
 def failure_of_others() -> str | None:
@@ -100,7 +103,7 @@ def _notes() -> dict[int, tuple[int, str]]:
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
             count, text = json.loads(store.get(f"failed/{rank}"))
-            if count > _failures_of.get(rank, 0):
+            if text is not None and count > _failures_of.get(rank, 0):
                 notes[rank] = count, text
     return notes
 

@@ -19,7 +19,7 @@ from muonmesh.comm.exchange import Exchange
 from muonmesh.comm.gather_objects import gather_objects, gather_objects_by_rank, send_objects_by
 from muonmesh.comm.process_groups import group_of
 from muonmesh.comm.ranks import mesh_groups
-from muonmesh.comm.rendezvous import connected
+from muonmesh.comm.rendezvous import announcing_failure, connected, withdraw_failure
 from muonmesh.comm.same_plan import View, insist
 from muonmesh.comm.storage import this_rank, world_size
 from muonmesh.comm.to_owners import ToOwners
@@ -145,7 +145,12 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
                 average_for_wrappers(runtime.source, runtime.ranks.wrappers, trained)
             except (LayoutError, ValueError) as wrong:
                 error = wrong
-    ranks = connected(sets, alone=runtime.process_group == "local")
+    alone = runtime.process_group == "local"
+    if error is not None and not any(len(ranks) > 1 for ranks in sets):
+        with announcing_failure(alone=alone):  # other ranks may know that they share parameters with this rank
+            raise error
+    withdraw_failure()
+    ranks = connected(sets, alone=alone)
     group = group_of(ranks, _groups_known(planned, runtime))
     facts: Facts | None = None
     sums: Gradients = {}

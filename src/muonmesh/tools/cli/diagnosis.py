@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
-from muonmesh.checkpoint.folder import folder_at
+from muonmesh.checkpoint.folder import folder_at, stamp_of
 from muonmesh.checkpoint.load_plan import check_saved_settings
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
 from muonmesh.checkpoint.record import STATE
@@ -139,9 +139,22 @@ def _run(run: Path) -> Diagnosis:
     return result
 
 
+READINGS = 3  # of a checkpoint that other processes replace meanwhile, of which parts of two may look damaged
+
+
 def _folder(path: Path) -> Diagnosis:
-    """Return the diagnosis of a folder, which may be a checkpoint."""
-    folder = folder_at(path)
+    """Return the diagnosis of a folder, which may be a checkpoint that another process replaces meanwhile."""
+    for _ in range(READINGS):
+        folder = folder_at(path)
+        stamp = stamp_of(folder / MANIFEST_FILE)
+        result = _folder_as_it_is(path, folder)
+        if folder_at(path) == folder and stamp_of(folder / MANIFEST_FILE) == stamp:
+            return result
+    found, needed = "a checkpoint that another process replaces again and again", "one that stays while it is read"
+    return Diagnosis(str(path), OURS, [explain_error(str(path), found, needed, "Copy it, or try later")])
+
+
+def _folder_as_it_is(path: Path, folder: Path) -> Diagnosis:
     result = Diagnosis(str(path))
     names = sorted(os.listdir(folder), key=lambda name: (name.startswith("."), name))
     if MANIFEST_FILE not in names and SETTINGS_FILE not in names:
