@@ -256,13 +256,21 @@ def occupied(layouts: Sequence[Layout | None], rank: int) -> tuple[slice, ...] |
     Args:
         layouts: The layouts of all parameters in the buffer.
         rank: The rank of the buffer.
+
+    Returns:
+        At least one place. Parameters without anything between them are one place.
     """
     flat = [layout for layout in layouts if isinstance(layout, FlatShards)]
     if len(flat) < len(layouts):
         return None
-    intervals = sorted((i.start, i.start + i.length) for layout in flat for i in layout.intervals_of(rank))
-    full = sum(high - low for low, high in intervals) == math.prod(flat[0].local_shape(rank))
-    return None if full else tuple(slice(low, high) for low, high in intervals)
+    ends = [0, 0]
+    for low, high in sorted((i.start, i.start + i.length) for layout in flat for i in layout.intervals_of(rank)):
+        if low > ends[-1]:
+            ends += low, high
+        ends[-1] = high
+    places = [slice(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True) if low < high] or [slice(0, 0)]
+    full = places == [slice(0, math.prod(flat[0].local_shape(rank)))]
+    return None if full else tuple(places)
 
 
 @dataclass(frozen=True)

@@ -70,33 +70,32 @@ def _step(
     for batch in filter(None, [*batches, *([entry] for entry in entries if isinstance(entry.present, Tensor))]):
         absent = ~batch[0].present if isinstance(batch[0].present, Tensor) else None
         stored = [_stored(entry, rule) for entry in batch]
-        wide = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
-        used = [
-            {key: _occupied(tensor, entry.places) for key, tensor in state.items()}
-            for entry, state in zip(batch, wide, strict=True)
-        ]
+        used = [{key: _widened(tensor) if rounds else tensor for key, tensor in state.items()} for state in stored]
         stop = flags.stop if absent is None or flags.stop is None else flags.stop | absent
+        pieces = [
+            (entry, state, place)
+            for entry, state in zip(batch, used, strict=True)
+            for place in ((None,) if entry.places is None else entry.places)
+        ]
         squares = rule.step(
-            [state[""] for state in used],
+            [_at(place, state[""]) for _, state, place in pieces],
             [
-                torch.zeros_like(state[""])
+                torch.zeros_like(_at(place, state[""]))
                 if entry.gradient is None
-                else _occupied(real_of(entry.gradient), entry.places).to(state[""].dtype)
-                for entry, state in zip(batch, used, strict=True)
+                else _at(place, real_of(entry.gradient)).to(state[""].dtype)
+                for entry, state, place in pieces
             ],
-            {key: [state[key] for state in used] for key in rule.keeps()},
-            [entry.state[COUNT] for entry in batch],
+            {key: [_at(place, state[key]) for _, state, place in pieces] for key in rule.keeps()},
+            [_count(entry, place) for entry, _, place in pieces],
             stop=stop,
             measured=squares_by_group is not None,
         )
-        for entry, square in zip(batch, squares, strict=False):
+        for (entry, *_), square in zip(pieces, squares, strict=False):
             assert squares_by_group is not None
             square = square if stop is None else torch.where(stop, 0.0, square)
             squares_by_group.setdefault(entry.member.group, []).append(square / entry.member.storage.copies)
-        for entry, before, copies, after in zip(batch, stored, wide, used, strict=True):
-            for key, tensor in copies.items():
-                _put_back(after[key], tensor, entry.places)
-            _write(entry, rule, before, copies)
+        for entry, before, after in zip(batch, stored, used, strict=True):
+            _write(entry, rule, before, after)
 
 
 def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
@@ -106,22 +105,15 @@ def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
 
 
-def _occupied(buffer: Tensor, places: Sequence[slice] | None) -> Tensor:
-    """Return the elements of parameters in a flat buffer, without padding and neighbors: a view, or a copy of several.
-
-    The rule must not see the others: it would decay them, and a framework may keep anything there.
-    """
-    if places is None:
-        return buffer
-    return buffer[places[0]] if len(places) == 1 else torch.cat([buffer[:0], *(buffer[place] for place in places)])
+def _at(place: slice | None, tensor: Tensor) -> Tensor:
+    """Return the elements at a place in a flat buffer; the whole tensor for None."""
+    return tensor if place is None else tensor[place]
 
 
-def _put_back(elements: Tensor, buffer: Tensor, places: Sequence[slice] | None) -> None:
-    """Write what `_occupied` has copied, after it was stepped."""
-    if places is not None and len(places) > 1:
-        lengths = [place.stop - place.start for place in places]
-        for place, part in zip(places, torch.split(elements, lengths), strict=True):
-            buffer[place].copy_(part)
+def _count(entry: ParameterStep, place: slice | None) -> Tensor:
+    """Return the count of steps for a place in a flat buffer; a copy behind the first place, or each would count."""
+    count: Tensor = entry.state[COUNT]
+    return count.clone() if entry.places and place is not entry.places[0] else count
 
 
 def _widened(stored: Tensor) -> Tensor:
