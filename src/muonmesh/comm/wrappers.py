@@ -79,10 +79,8 @@ def average_for_wrappers(
         left_out = inner.parameters_to_ignore
         for name, parameter in inner.module.named_parameters():
             if parameter.requires_grad and name not in left_out and id(parameter) not in identities:
-                text = (
-                    "With gradients='to_owners' the optimizer averages gradients in place of DistributedDataParallel, "
-                )
-                text += "and nothing would average this one, which another optimizer trains. Leave out "
+                text = "With gradients='to_owners' the optimizer averages in place of DistributedDataParallel, and "
+                text += "nothing would average the gradient of this one, which another optimizer trains. Leave out "
                 raise LayoutError(about(name, text + "gradients='to_owners', or freeze it with requires_grad_(False)"))
         average_instead(source, inner)
 

@@ -121,9 +121,8 @@ class QKClip:
         self._steps = 0
         *starts, total = accumulate((attention.heads for attention in attention_modules), initial=0)
         self._attentions = {id(a.module): (a, start) for a, start in zip(attention_modules, starts, strict=True)}
-        self._largest = torch.full(
-            (total,), -torch.inf, dtype=torch.float32, device="cpu"
-        )  # until logits are on another
+        # Until the first logits are on another device.
+        self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device="cpu")
         self._last = self._largest.clone()
         self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
@@ -241,9 +240,8 @@ class QKClip:
             attention, _ = self._attentions[id(module)]
             parts = _parts_of_heads(attention)
             if parts > 1 and len(largest) == attention.heads:
-                problem = (
-                    f"{len(largest)} heads on each of the {parts} ranks that share its queries, and of the whole module"
-                )
+                problem = f"{len(largest)} heads on each of the {parts} ranks that share its queries, "
+                problem += "and of the whole module"
                 needed = "a module that states how many heads all ranks have"
                 write = "Make the QKClip before you divide its number of heads by the ranks"
                 raise ValueError(explain_error(attention.name, problem, needed, write))

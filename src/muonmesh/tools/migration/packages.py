@@ -326,9 +326,7 @@ def _agreed(subject: str, named_groups: Sequence[tuple[str, Settings]]) -> Setti
         if len(values) > 1:
             fault, needed = f"{key} {' and '.join(values)}", "one for all of them"
             write = 'Convert each group by itself: {"params": group["params"], "algorithm": "muon" or "adamw", '
-            write += (
-                f'**convert_settings("{named_groups[0][0]}", group)}}. If a group has matrices and vectors, convert '
-            )
-            write += "one group, and pass the settings of the others as from_model(..., overrides={...})"
+            write += f'**convert_settings("{named_groups[0][0]}", group)}}. If a group has matrices and vectors, '
+            write += "convert one group, and pass the settings of the others as from_model(..., overrides={...})"
             raise ValueError(explain_error(subject, fault, needed, write))
     return decaying[0] if groups else {}
