@@ -405,7 +405,7 @@ def test_the_rule_of_the_page_is_proved() -> None:
     for _ in run_page("docs/rules.md", {"model": model}, {}, {}, {}):
         pass
     prove_rule("even-rows", examples=FEW, seed=1, settings={"row_beta": 0.5})
-    prove_rule("as-large-as-the-weights", examples=FEW, seed=2)
+    prove_rule("as-large-as-the-weights", examples=FEW, seed=1)
     prove_rule("lion", examples=FEW, seed=3)
     prove_rule("sign-sgd", examples=FEW, seed=5, settings={"decay_mode": "cautious"})
 
@@ -685,7 +685,7 @@ def test_what_owners_keep_does_not_travel_and_is_kept_once(workers, layout: str)
 
 
 def proved_kept() -> str:
-    return prove_rule(GramAverage, examples=FEW)
+    return prove_rule(GramAverage, examples=FEW, seed=1)  # of more than one layout
 
 
 def test_prove_rule_shows_it(workers) -> None:

@@ -52,8 +52,11 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def announcing_failure(*, alone: bool = False) -> Iterator[None]:
-    """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``."""
+def announcing_failure(*, alone: bool = False, made: bool = False) -> Iterator[None]:
+    """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``.
+
+    With ``made`` the optimizer exists, and its first step fails. Then only ranks that wait for this rank are told.
+    """
     global _failures
     try:
         yield
@@ -62,7 +65,7 @@ def announcing_failure(*, alone: bool = False) -> Iterator[None]:
             _failures += 1
             with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
-                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error)]))
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error), made]))
                 store.set("failed", "1")
         raise
 
@@ -74,19 +77,22 @@ def withdraw_failure() -> None:
     """
     if world_size() > 1 and _failures:
         with suppress(RuntimeError):
-            shared_store().set(f"failed/{this_rank()}", json.dumps([_failures, None]))
+            shared_store().set(f"failed/{this_rank()}", json.dumps([_failures, None, False]))
 
 
-def failure_of_others() -> str | None:
+def failure_of_others(*, waits: bool) -> str | None:
     """Return the error of another rank that has recently failed to make an optimizer, with its number; else None.
 
     Only failures since this rank last met other ranks count. A rank does not count if it has caught its error and made
     another optimizer meanwhile.
+
+    Args:
+        waits: Whether this rank waits for others, so that a failure at the first step counts too.
     """
     if world_size() == 1:
         return None
     until = time.monotonic() + GRACE
-    while notes := _notes():
+    while notes := _notes(waits=waits):
         if time.monotonic() >= until:
             rank, (_, text) = next(iter(notes.items()))
             return f"rank {rank}: {text}"
@@ -94,7 +100,7 @@ def failure_of_others() -> str | None:
     return None
 
 
-def _notes() -> dict[int, tuple[int, str]]:
+def _notes(*, waits: bool = True) -> dict[int, tuple[int, str]]:
     """Return new notes of other ranks about failures: those written since this rank last met other ranks."""
     store = shared_store()
     if not _has(store, "failed"):
@@ -102,8 +108,8 @@ def _notes() -> dict[int, tuple[int, str]]:
     notes = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, text = json.loads(store.get(f"failed/{rank}"))
-            if text is not None and count > _failures_of.get(rank, 0):
+            count, text, made = json.loads(store.get(f"failed/{rank}"))
+            if text is not None and count > _failures_of.get(rank, 0) and (waits or not made):
                 notes[rank] = count, text
     return notes
 
@@ -133,7 +139,7 @@ def connected(sets: Sequence[tuple[int, ...]], *, alone: bool = False) -> tuple[
     if len(world) > 1 and dist.get_backend() == "fake":  # torch's backend of simulated ranks: they never come
         return tuple(sorted({me, *itertools.chain(*own_sets)}))
     if not own_sets:
-        if not alone and (failed := failure_of_others()) is not None:
+        if not alone and (failed := failure_of_others(waits=False)) is not None:
             raise PlanError(failed)
         return (me,)
     store, numbered = shared_store(), [(ranks, _announced[ranks]) for ranks in own_sets]
@@ -168,7 +174,7 @@ def _wait_for(store: PrefixStore, note: str, ranks: Sequence[int]) -> None:
     """
     until, pause = time.monotonic() + seconds_of_collectives(), 0.001
     while store.add(note, 0) < len(ranks):
-        if _notes() and (failed := failure_of_others()) is not None and store.add(note, 0) < len(ranks):
+        if _notes() and (failed := failure_of_others(waits=True)) is not None and store.add(note, 0) < len(ranks):
             raise PlanError(failed)
         if time.monotonic() >= until:
             missing = ranks_as_text([rank for rank in ranks if not _has(store, f"{note}/{rank}")])

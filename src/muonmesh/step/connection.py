@@ -147,7 +147,9 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
                 error = wrong
     alone = runtime.process_group == "local"
     if error is not None and not any(len(ranks) > 1 for ranks in sets):
-        with announcing_failure(alone=alone):  # other ranks may know that they share parameters with this rank
+        with announcing_failure(
+            alone=alone, made=True
+        ):  # other ranks may know that they share parameters with this rank
             raise error
     withdraw_failure()
     ranks = connected(sets, alone=alone)
