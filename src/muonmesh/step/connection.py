@@ -137,14 +137,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
     if planned is not None and planned.connected:
         return planned
     if world_size() > 1 and error is None:
-        trained = [tensor for param_group in groups for tensor in param_group["params"]]
-        runtime.ranks.wrappers = wrappers_of(trained)
-        refuse_join(runtime.ranks.wrappers)
-        if isinstance(runtime.source, ToOwners) and runtime.process_group != "local":
-            try:
-                average_for_wrappers(runtime.source, runtime.ranks.wrappers, trained)
-            except (LayoutError, ValueError) as wrong:
-                error = wrong
+        error = _look_for_wrappers(groups, runtime)
     alone = runtime.process_group == "local"
     if error is not None and not any(len(ranks) > 1 for ranks in sets):
         with announcing_failure(
@@ -195,6 +188,23 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
         runtime.warned.add(dtypes)
         warn_of_rounding(planned, groups, runtime.precision, runtime.tell)
     return planned
+
+
+def _look_for_wrappers(groups: Groups, runtime: Runtime) -> LayoutError | ValueError | None:
+    """Note the DistributedDataParallels that hold parameters, and average in their place if the source does.
+
+    Returns:
+        The error, if the source cannot.
+    """
+    trained = [tensor for param_group in groups for tensor in param_group["params"]]
+    runtime.ranks.wrappers = wrappers_of(trained)
+    refuse_join(runtime.ranks.wrappers)
+    if isinstance(runtime.source, ToOwners) and runtime.process_group != "local":
+        try:
+            average_for_wrappers(runtime.source, runtime.ranks.wrappers, trained)
+        except (LayoutError, ValueError) as error:
+            return error
+    return None
 
 
 def _take_what_all_have(runtime: Runtime, facts_of: Mapping[int, Facts]) -> bool:
