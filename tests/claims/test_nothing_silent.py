@@ -405,12 +405,12 @@ def of_unfrozen(frozen: int) -> tuple[Deep, mm.Muon]:
     return model, mm.from_model(model, lr=0.1, overrides={".*": "muon"})
 
 
-@pytest.mark.parametrize(("saved", "now"), [(3, 0), (0, 3), (2, 1)])
-def test_state_of_the_same_number_of_other_layers_is_refused(saved: int, now: int) -> None:
+@pytest.mark.parametrize(("saved", "unfrozen"), [(3, 0), (0, 3), (2, 1)])
+def test_state_of_the_same_number_of_other_layers_is_refused(saved: int, unfrozen: int) -> None:
     """torch counts parameters: each layer would go on with the momentum of another one."""
     _, optimizer = of_unfrozen(saved)
     step_once(optimizer, 0)
-    _, other = of_unfrozen(now)
+    _, other = of_unfrozen(unfrozen)
     with pytest.raises(
         mm.StateError, match=r"found the state of layers\.\d\.weight in the place of layers\.\d\.weight"
     ):

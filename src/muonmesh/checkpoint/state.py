@@ -273,7 +273,7 @@ def _check_groups(groups: list[dict[str, Any]], state_dict: Mapping[str, Any], f
 
 
 def _displaced(
-    names: Sequence[str], current: Sequence[str], known: Collection[str], *, by_name: bool
+    names: Sequence[str], current: Sequence[str], names_of_model: Collection[str], *, by_name: bool
 ) -> tuple[str, str] | None:
     """Return a parameter of this model whose saved state is in the place of another parameter, and this one.
 
@@ -282,7 +282,7 @@ def _displaced(
     Args:
         names: The saved names of a group.
         current: The names of the group in this optimizer.
-        known: The names of all parameters of this model.
+        names_of_model: The names of all parameters of this model.
         by_name: Whether the state was found by name, as by torch's checkpoint functions. A group then has the names of
             one of the saved groups that its parameters were in. None of the names are its own if the functions were
             given other names: torch's ``rekey_optim_state_dict`` numbers parameters in the order of the model.
@@ -290,7 +290,7 @@ def _displaced(
     if by_name and not {*names}.isdisjoint(current) and {*names} != {*current}:
         return None
     pairs = zip(names, current, strict=False)
-    return next(((saved, name) for saved, name in pairs if saved != name and saved in known), None)
+    return next(((saved, name) for saved, name in pairs if saved != name and saved in names_of_model), None)
 
 
 def _names_left_out(saved: Mapping[str, Any], names: Sequence[str]) -> set[str]:

@@ -52,10 +52,10 @@ def shared_store() -> PrefixStore:
 
 
 @contextmanager
-def announcing_failure(*, alone: bool = False, made: bool = False) -> Iterator[None]:
+def announcing_failure(*, alone: bool = False, at_first_step: bool = False) -> Iterator[None]:
     """Write an error in making an optimizer to the store, so that the other ranks do not wait; not if ``alone``.
 
-    With ``made`` the optimizer exists, and its first step fails. Then only ranks that wait for this rank are told.
+    With ``at_first_step`` the optimizer exists. Then only ranks that wait for this rank are told.
     """
     global _failures
     try:
@@ -65,7 +65,7 @@ def announcing_failure(*, alone: bool = False, made: bool = False) -> Iterator[N
             _failures += 1
             with suppress(RuntimeError):  # the store cannot be reached; the note is only for other ranks
                 store = shared_store()
-                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error), made]))
+                store.set(f"failed/{this_rank()}", json.dumps([_failures, str(error), at_first_step]))
                 store.set("failed", "1")
         raise
 
@@ -108,8 +108,8 @@ def _notes(*, waits: bool = True) -> dict[int, tuple[int, str]]:
     notes = {}
     for rank in range(world_size()):
         if rank != this_rank() and _has(store, f"failed/{rank}"):
-            count, text, made = json.loads(store.get(f"failed/{rank}"))
-            if text is not None and count > _failures_of.get(rank, 0) and (waits or not made):
+            count, text, at_first_step = json.loads(store.get(f"failed/{rank}"))
+            if text is not None and count > _failures_of.get(rank, 0) and (waits or not at_first_step):
                 notes[rank] = count, text
     return notes
 

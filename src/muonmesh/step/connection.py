@@ -141,7 +141,7 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
     alone = runtime.process_group == "local"
     if error is not None and not any(len(ranks) > 1 for ranks in sets):
         with announcing_failure(
-            alone=alone, made=True
+            alone=alone, at_first_step=True
         ):  # other ranks may know that they share parameters with this rank
             raise error
     withdraw_failure()

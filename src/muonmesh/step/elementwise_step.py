@@ -105,15 +105,15 @@ def _stored(entry: ParameterStep, rule: ElementwiseRule) -> dict[str, Tensor]:
     return {key: real_of(tensor) for key, tensor in stored.items()}  # as torch.optim does it
 
 
-def _at(place: slice | None, tensor: Tensor) -> Tensor:
+def _at(interval: slice | None, tensor: Tensor) -> Tensor:
     """Return the elements at a place in a flat buffer; the whole tensor for None."""
-    return tensor if place is None else tensor[place]
+    return tensor if interval is None else tensor[interval]
 
 
-def _count(entry: ParameterStep, place: slice | None) -> Tensor:
+def _count(entry: ParameterStep, interval: slice | None) -> Tensor:
     """Return the count of steps for a place in a flat buffer; a copy behind the first place, or each would count."""
     count: Tensor = entry.state[COUNT]
-    return count.clone() if entry.places and place is not entry.places[0] else count
+    return count.clone() if entry.places and interval is not entry.places[0] else count
 
 
 def _widened(stored: Tensor) -> Tensor:
