@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from muonmesh.checkpoint.folder import open_checkpoint, previous_at, scratch_at
+from muonmesh.checkpoint.folder import previous_at, scratch_at
 from muonmesh.checkpoint.manifest import REMEDY
+from muonmesh.checkpoint.reader import open_checkpoint
 from muonmesh.errors import FileError
 from tests.support.alone import files_of_at_most
 from tests.support.disks import read_only, small_disk
@@ -25,7 +26,7 @@ from tests.support.folders import read, write
 from tests.support.workers import Pool
 
 COVERS = (
-    "checkpoint.folder.CheckpointReader",
+    "checkpoint.reader.CheckpointReader",
     "checkpoint.folder.write",
     "files.write_text",
 )

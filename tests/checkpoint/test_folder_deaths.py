@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from muonmesh.checkpoint.folder import folder_at, open_checkpoint
+from muonmesh.checkpoint.folder import folder_at
 from muonmesh.checkpoint.manifest import MANIFEST_FILE
+from muonmesh.checkpoint.reader import open_checkpoint
 from muonmesh.errors import FileError
 from muonmesh.tools.cli.checkpoints import forget_others, is_complete, numbered
 from tests.support.alone import DEAD, Point, alone, die, files_of_at_most, in_child, refuse
 from tests.support.folders import read, write
 
 COVERS = (
-    "checkpoint.folder.open_checkpoint",
+    "checkpoint.reader.open_checkpoint",
     "checkpoint.folder.move_into_place",
 )
 

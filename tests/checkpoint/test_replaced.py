@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError
 from tests.support.workers import Pool
 
-COVERS = ("checkpoint.folder.CheckpointReader.check_unchanged",)
+COVERS = ("checkpoint.reader.CheckpointReader.check_unchanged",)
 
 
 def filled(value: float) -> tuple[nn.Module, mm.Muon]:
@@ -41,8 +42,11 @@ def numbers_of(model: nn.Module, optimizer: mm.Muon) -> list[torch.Tensor]:
 
 
 def load_while(folder: str, change: str, at: int) -> str:
-    """What a rank is told by a load during which files change, before rank 0 reads its piece number ``at``."""
-    path, other = Path(folder) / "saved", Path(folder) / "other"
+    """What a rank is told by a load during which files change, before rank 0 reads its piece number ``at``.
+
+    The other rank reads afterwards: in the middle of a change it could find a file missing, or half of it.
+    """
+    path, other, changed = Path(folder) / "saved", Path(folder) / "other", Path(folder) / "changed"
     for value, target in ((1.0, path), (2.0, other)):
         mm.checkpoint.save(target, *filled(value))
     reads, read = [0], SavedTensor.read
@@ -58,6 +62,10 @@ def load_while(folder: str, change: str, at: int) -> str:
                 shutil.copytree(path.with_name("before"), path)
             else:
                 shutil.copyfile(other / "__0_0.distcp", path / "__0_0.distcp")
+            changed.touch()
+        until = time.monotonic() + 30
+        while dist.get_rank() and not changed.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         return read(*arguments)
 
     model, optimizer = filled(3.0)

@@ -330,6 +330,9 @@ def test_a_multiple_skips_spikes_and_follows_slow_growth() -> None:
 
 
 def test_norms_that_stay_large_are_taken_in_the_end() -> None:
+    """After as many steps as docs/clipping.md says."""
+    page = (Path(__file__).parents[2] / "docs/clipping.md").read_text()
+    assert "stay 10 times larger pass after 19 steps" in " ".join(page.split())
     *parameters, optimizer = small_model()
     skipped = []
     for step in range(60):

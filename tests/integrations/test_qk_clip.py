@@ -37,6 +37,7 @@ from tests.support import zoo
 COVERS = (
     "integrations.qk_clip.attention.bound_of",
     "integrations.qk_clip.clip.QKClip",
+    "integrations.qk_clip.shared_heads.SharedHeads",
     "integrations.qk_clip.rows.LogitRows",
 )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from muonmesh.checkpoint import folder
-from muonmesh.checkpoint.folder import open_checkpoint
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, digest_of, entry_of
+from muonmesh.checkpoint.reader import open_checkpoint
 from muonmesh.checkpoint.record import _written, fill, new_boxes
 from muonmesh.comm.gather_objects import on_every_rank
 from muonmesh.comm.placing import storage_of

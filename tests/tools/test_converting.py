@@ -30,7 +30,7 @@ from tests.support.peers import ADAMW, KELLER_JORDAN, MATRICES, REST, Net
 from tests.support.tensors import random_fp64
 from tests.support.workers import Pool
 
-COVERS = ("tools.checkpoints.conversion.convert",)
+COVERS = ("tools.checkpoints.conversion.convert", "tools.checkpoints.named_groups.in_saved_order")
 
 EXACT: dict[str, Any] = {"compute_dtype": torch.float64, "state_dtype": torch.float64}
 

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from muonmesh.checkpoint.folder import open_checkpoint, write
+from muonmesh.checkpoint.folder import write
 from muonmesh.checkpoint.load_plan import check_saved_settings, group_settings, merged_settings, plan_load
 from muonmesh.checkpoint.manifest import SETTINGS_FILE
+from muonmesh.checkpoint.reader import open_checkpoint
 from muonmesh.checkpoint.record import STATE, CheckpointedOptimizer, LocalBoxes, ParameterRecord, recorded_in
 from muonmesh.comm.gather_objects import first_difference, gather_objects, on_every_rank, results_of_all_ranks, settled
 from muonmesh.comm.placing import refuse_flattened, storage_of

@@ -140,9 +140,8 @@ def connect(groups: Groups, runtime: Runtime, *, gradients: bool = True) -> Step
         error = _look_for_wrappers(groups, runtime)
     alone = runtime.process_group == "local"
     if error is not None and not any(len(ranks) > 1 for ranks in sets):
-        with announcing_failure(
-            alone=alone, at_first_step=True
-        ):  # other ranks may know that they share parameters with this rank
+        # Other ranks may know that they share parameters with this rank.
+        with announcing_failure(alone=alone, at_first_step=True):
             raise error
     withdraw_failure()
     ranks = connected(sets, alone=alone)

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from muonmesh.comm.communicator import Communicator
 from muonmesh.comm.gradients import PARAMETER_GRAD, gradient_of, partial_axes, unscaled
 from muonmesh.comm.sharing import restricted
-from muonmesh.comm.storage import PLAIN, any_is_freed, bytes_of, local_of, local_shape, this_rank
+from muonmesh.comm.storage import PLAIN, any_is_freed, bytes_of, local_of, local_shape
 from muonmesh.comm.wrappers import refuse_join
 from muonmesh.errors import LayoutError, StateError, explain_error
-from muonmesh.layout import occupied
 from muonmesh.numerics.rules import Rule
 from muonmesh.settings.reading import StepSettings
 from muonmesh.step.flag_vector import Flags
@@ -248,19 +247,15 @@ def collect(planned: StepPlan, optimizer: Optimizer, runtime: Runtime, loss_scal
     muon = [None if member is None else entry_of(member) for member in planned.muon]
     elementwise = [None if member is None else entry_of(member) for member in planned.elementwise]
     adamw = list[list[ParameterStep]]()
-    for members in filter(None, planned.adamw):
-        in_tensors: dict[int, list[OptimizedParameter]] = {}  # a flat tensor is stepped once
-        for member in members:
-            in_tensors.setdefault(id(member.tensor), []).append(member)
-        if (
-            len(in_tensors) < len(members)
-            and optimizer.param_groups[members[0].group]["stochastic_rounding"] is not None
-        ):
+    for tensors in planned.elementwise_tensors:
+        first = tensors[0].member
+        rounds = optimizer.param_groups[first.group]["stochastic_rounding"] is not None
+        if rounds and any(tensor.parameters > 1 for tensor in tensors):
             problem, needed = "stochastic_rounding in a flat buffer of several", "a tensor for each parameter"
-            error = error or LayoutError(explain_error(members[0].name, problem, needed, "Write fully_shard(model)"))
-        adamw.append([entry_of(sharing[-1]) for sharing in in_tensors.values()])
-        for entry, sharing in zip(adamw[-1], in_tensors.values(), strict=True):
-            entry.places = occupied([member.storage.layout for member in sharing], this_rank())
+            error = error or LayoutError(explain_error(first.name, problem, needed, "Write fully_shard(model)"))
+        adamw.append([entry_of(tensor.member) for tensor in tensors])
+        for entry, tensor in zip(adamw[-1], tensors, strict=True):
+            entry.places = tensor.places
     return Collected(muon, elementwise, adamw, error, missing, [*entries.values()], gradients)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from muonmesh.comm.ranks import connected_ranks, device_without_parameters
 from muonmesh.comm.same_plan import View, merged, union
 from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import LayoutError, explain_error
-from muonmesh.layout import Elementwise, Parameter, Piece, Plan, cost, split_matrices
+from muonmesh.layout import Elementwise, Parameter, Piece, Plan, cost, occupied, split_matrices
 from muonmesh.layout.piece_table import NOWHERE, PieceTable
 from muonmesh.numerics.coefficients import CoefficientName, Coefficients, choose, coefficient_schedule, coefficient_set
 from muonmesh.numerics.kernels import check_kernels, told_products
@@ -35,6 +35,20 @@ Planner = Callable[..., Plan]
 
 Orthogonalizers = dict[tuple[int, tuple[int, int]], Orthogonalizer]
 """The orthogonalizer of matrices, by the number of their group and their shape as assembled."""
+
+
+class ElementwiseTensor(NamedTuple):
+    """A tensor that an elementwise rule steps, once, whether it holds one parameter of the group or is a flat buffer.
+
+    Attributes:
+        member: The parameter; of a flat buffer, one of them.
+        parameters: The number of parameters.
+        places: Where they lie in a flat buffer that has more than them, such as padding; None if they fill it.
+    """
+
+    member: OptimizedParameter
+    parameters: int
+    places: tuple[slice, ...] | None
 
 
 @dataclass
@@ -99,6 +113,21 @@ class StepPlan:
     def flag_vector(self) -> FlagVector:
         """The vector of flags that ranks agree by, with the place of each parameter's flags."""
         return FlagVector(self.plan, self.rank)
+
+    @cached_property
+    def elementwise_tensors(self) -> list[list[ElementwiseTensor]]:
+        """The tensors of each group with an elementwise rule that has parameters."""
+        groups = list[list[ElementwiseTensor]]()
+        for members in filter(None, self.adamw):
+            sharing: dict[int, list[OptimizedParameter]] = {}
+            for member in members:
+                sharing.setdefault(id(member.tensor), []).append(member)
+            tensors = list[ElementwiseTensor]()
+            for parameters in sharing.values():
+                places = occupied([member.storage.layout for member in parameters], self.rank)
+                tensors.append(ElementwiseTensor(parameters[-1], len(parameters), places))
+            groups.append(tensors)
+        return groups
 
     @property
     def sets(self) -> list[tuple[int, ...]]:

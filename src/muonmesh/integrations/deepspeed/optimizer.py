@@ -226,7 +226,8 @@ class EngineOptimizer(torch.optim.Optimizer, CheckpointedOptimizer):
             for inner, number in zip(muon.param_groups, self._numbers[muon], strict=True):
                 inner.update({key: self._groups[number][key] for key in inner.keys() - {*IDENTITY, "steps_taken"}})
             runtime = muon._runtime
-            error = error or read_groups(muon.param_groups, runtime.replaced, runtime.last.settings).error
+            settings = read_groups(muon.param_groups, runtime.replaced, runtime.last.settings)
+            runtime.last.settings, error = settings, error or settings.error  # the step does not read them again
         return error
 
     def _stepping(self, tensor: Tensor) -> tuple[Muon, dict[str, Any]]:

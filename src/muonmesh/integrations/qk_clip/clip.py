@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from muonmesh.checkpoint.record import boxes_of, fill, recorded_in
-from muonmesh.comm.gather_objects import first_difference, gather_objects
+from muonmesh.checkpoint.record import recorded_in
 from muonmesh.comm.placing import storage_of
-from muonmesh.comm.storage import Storage, local_of, this_rank
+from muonmesh.comm.storage import local_of, this_rank
 from muonmesh.errors import calling, escaped, explain_error, warn
 from muonmesh.groups.example import Example, facts_of_example
 from muonmesh.groups.parameter_sites import class_names
@@ -30,7 +28,8 @@ from muonmesh.integrations.qk_clip.attention import (
     watch,
     watch_functions,
 )
-from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, without_softmax
+from muonmesh.integrations.qk_clip.rows import Attention, LogitRows, attentions, scale_rows, without_softmax
+from muonmesh.integrations.qk_clip.shared_heads import SharedHeads, first_head, parts_of_heads
 from muonmesh.names import canonical_name
 from muonmesh.optimizer import Muon
 from muonmesh.step.connection import placed_members
@@ -124,7 +123,7 @@ class QKClip:
         # Until the first logits are on another device.
         self._largest = torch.full((total,), -torch.inf, dtype=torch.float32, device="cpu")
         self._last = self._largest.clone()
-        self._sharing: tuple[dist.ProcessGroup, int, Tensor] | None = None
+        self._shared: SharedHeads | None = None
         of_transformers = [a.module for a in attention_modules if class_names(a.module, "transformers")]
         self._models_of_transformers = watch(model, of_transformers, self) if of_transformers else []
         for muon in muons[:1]:  # a DeepSpeed engine has several Muons, which step one after the other
@@ -218,7 +217,7 @@ class QKClip:
             return
         attention, start = self._attentions[id(module)]
         if first is None:
-            first = _first_head(attention, len(largest))
+            first = first_head(attention, len(largest))
         if first < 0 or first + len(largest) > attention.heads:
             problem, needed = f"heads {first} to {first + len(largest) - 1}", f"some of its {attention.heads}"
             raise ValueError(explain_error(attention.name, problem, needed, "Write record(..., first=...)"))
@@ -238,7 +237,7 @@ class QKClip:
         """
         if id(module) in self._attentions:
             attention, _ = self._attentions[id(module)]
-            parts = _parts_of_heads(attention)
+            parts = parts_of_heads(attention)
             if parts > 1 and len(largest) == attention.heads:
                 problem = f"{len(largest)} heads on each of the {parts} ranks that share its queries, "
                 problem += "and of the whole module"
@@ -282,42 +281,18 @@ class QKClip:
         missing = [a.name for a, _ in self._attentions.values() if id(a.module) not in self._sources]
         if self._steps == PATIENCE and missing:
             text = f"QKClip: {listed(missing)} recorded no logits in {PATIENCE} steps, so they are not clipped. If "
-            text += (
-                "their forward runs, call model.train() before it, since modules in eval mode record nothing. Or let "
-            )
-            text += "it call clip.observe(self, query, key, scale=...), or run its kernel in "
-            warn(text + "`with clip.watching(self):`. print(clip.explain()) lists all of them")
+            text += "their forward runs, call model.train() before it: modules in eval mode record nothing. Or let it "
+            text += "call clip.observe(self, query, key, scale=...), or run its kernel in `with clip.watching(self):`. "
+            warn(text + "print(clip.explain()) lists all of them")
 
     def _over_all_ranks(self, largest: Tensor) -> Tensor:
-        """Return the largest S of each head over the ranks that have an attention module of this name.
-
-        Ranks may have other modules: stages of a pipeline. So the ranks first tell each other theirs, once.
-
-        Raises:
-            ValueError: the numbers of heads of a module differ; on every rank.
-        """
+        """Return the largest S of each head over the ranks that have an attention module of this name."""
         group = self._ranks()
         if group is None or dist.get_world_size(group) <= 1:  # -1: this rank is not in it
             return largest
-        if self._sharing is None or self._sharing[0] is not group:
-            heads_by_name = {a.name: a.heads for a, _ in self._attentions.values()}
-            of_ranks = gather_objects(heads_by_name, group=group)
-            if (difference := first_difference(of_ranks)) is not None:
-                name, *ranks = difference
-                problem = " and ".join(f"{of_ranks[rank][name]} heads on rank {rank} of the group" for rank in ranks)
-                needed = "the same module on all ranks"
-                write = "Pass process_group= with the ranks that share the model"
-                raise ValueError(explain_error(name, problem, needed, write))
-            of_all = {name: heads for names in of_ranks for name, heads in names.items()}
-            starts = dict(zip(of_all, accumulate(of_all.values(), initial=0), strict=False))
-            own = [starts[name] + head for name, heads in heads_by_name.items() for head in range(heads)]
-            index = torch.tensor(own, dtype=torch.int64, device=largest.device)
-            self._sharing = group, sum(of_all.values()), index
-        _, total, index = self._sharing
-        of_model = largest.new_full((total,), -torch.inf)
-        of_model[index] = largest
-        dist.all_reduce(of_model, dist.ReduceOp.MAX, group=group)
-        return of_model[index]
+        if self._shared is None or self._shared.group is not group:
+            self._shared = SharedHeads(group, {a.name: a.heads for a, _ in self._attentions.values()}, largest.device)
+        return self._shared.largest(largest)
 
     def _ranks(self) -> dist.ProcessGroup | None:
         """Return the ranks over which S is the largest; None for this rank alone."""
@@ -420,56 +395,3 @@ def _refuse_unstepped(attention_modules: Sequence[Attention], muons: Sequence[Mu
                 needed = "one optimizer for all of them, since QKClip scales only what it steps"
                 write = "Give it to this optimizer, or leave optimizer= out and call clip.step() after each step"
                 raise ValueError(explain_error(name, problem, needed, write))
-
-
-def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
-    """Multiply rows, or columns, of a parameter by factors, in this rank's shard of the parameter.
-
-    Each element is computed in fp32 or wider and rounded once, so every sharding gives the same bits. A factor of 1
-    changes no bit.
-
-    Args:
-        local: The local tensor; changed in place.
-        storage: Where the parameter lives.
-        factors: Pairs of rows (or columns) and their factor, a 0-d fp64 tensor.
-    """
-    dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
-    factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
-    # Weights, or masters, may be in CPU memory.
-    values = torch.stack([factor for _, factor in factors]).to(local.device)
-    for (rows, _), factor in zip(factors, values.unbind(), strict=True):
-        part = factor_of_index[rows.low : rows.high]
-        torch.minimum(part, factor, out=part)  # a tied parameter makes the logits of several modules
-    wide = torch.promote_types(local.dtype, torch.float32)
-    boxes = boxes_of(local.contiguous(), storage.layout, storage.shape)
-    for at, box in boxes.items():
-        box_factors = factor_of_index[at[dim] :][: box.shape[dim]].to(wide)
-        boxes[at] = box.to(wide) * box_factors.view([-1 if axis == dim else 1 for axis in range(box.ndim)])
-    fill(local, storage, boxes)
-
-
-def _first_head(attention: Attention, count: int) -> int:
-    """Return the index of the first head that this rank computes; with tensor parallelism, from its query weight.
-
-    Raises:
-        ValueError: the query weight does not show which heads this rank computes.
-    """
-    if count == attention.heads:
-        return 0
-    if _parts_of_heads(attention) * count == attention.heads:
-        mesh = getattr(*attention.queries).device_mesh
-        return int(mesh.get_local_rank(mesh.ndim - 1)) * count
-    problem = f"the logits of {count} of {attention.heads} heads"
-    needed = "to know which: a weight that is a DTensor, cut by heads along the last axis of its mesh"
-    raise ValueError(explain_error(attention.name, problem, needed, "Write clip.record(module, largest, first=...)"))
-
-
-def _parts_of_heads(attention: Attention) -> int:
-    """Return among how many ranks tensor parallelism cuts the query weight, the last axis of its mesh; 1 without it.
-
-    Outside of a forward, this may also be the cut by FSDP.
-    """
-    weight = getattr(*attention.queries)
-    if isinstance(weight, DTensor) and weight.placements and isinstance(weight.placements[-1], Shard):
-        return int(weight.device_mesh.size(weight.device_mesh.ndim - 1))
-    return 1

@@ -1,4 +1,4 @@
-"""Rows: finds the rows of weights that make the attention logits of each head."""
+"""Rows: finds the rows of weights that make the attention logits of each head, and scales them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from muonmesh.checkpoint.record import boxes_of, fill
+from muonmesh.comm.storage import Storage
 from muonmesh.errors import explain_error
 from muonmesh.groups.facts import Facts
 from muonmesh.groups.parameter_sites import Site, class_names, parameter_sites
@@ -268,3 +271,29 @@ def _refuse_heads(
     problem = f"{part} of {length} in {type(owner).__name__}, which says {of} heads {size_text}"
     write = "Correct the head counts that the module states, or leave QKClip out"
     raise ValueError(explain_error(site.name, problem, "whole heads only", write))
+
+
+def scale_rows(local: Tensor, storage: Storage, factors: list[tuple[LogitRows, Tensor]]) -> None:
+    """Multiply rows, or columns, of a parameter by factors, in this rank's shard of the parameter.
+
+    Each element is computed in fp32 or wider and rounded once, so every sharding gives the same bits. A factor of 1
+    changes no bit.
+
+    Args:
+        local: The local tensor; changed in place.
+        storage: Where the parameter lives.
+        factors: Pairs of rows (or columns) and their factor, a 0-d fp64 tensor.
+    """
+    dim, length = factors[0][0].dim, storage.shape[factors[0][0].dim]
+    factor_of_index = torch.ones(length, dtype=torch.float64, device=local.device)
+    # Weights, or masters, may be in CPU memory.
+    values = torch.stack([factor for _, factor in factors]).to(local.device)
+    for (rows, _), factor in zip(factors, values.unbind(), strict=True):
+        part = factor_of_index[rows.low : rows.high]
+        torch.minimum(part, factor, out=part)  # a tied parameter makes the logits of several modules
+    wide = torch.promote_types(local.dtype, torch.float32)
+    boxes = boxes_of(local.contiguous(), storage.layout, storage.shape)
+    for at, box in boxes.items():
+        box_factors = factor_of_index[at[dim] :][: box.shape[dim]].to(wide)
+        boxes[at] = box.to(wide) * box_factors.view([-1 if axis == dim else 1 for axis in range(box.ndim)])
+    fill(local, storage, boxes)

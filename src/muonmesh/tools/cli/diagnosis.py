@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves_with_path
 
-from muonmesh.checkpoint.folder import folder_at, stamp_of
+from muonmesh.checkpoint.folder import folder_at
 from muonmesh.checkpoint.load_plan import check_saved_settings
 from muonmesh.checkpoint.manifest import MANIFEST_FILE, REMEDY, SETTINGS_FILE, SavedTensor, read_manifest
+from muonmesh.checkpoint.reader import stamp_of
 from muonmesh.checkpoint.record import STATE
 from muonmesh.comm.storage import local_of
 from muonmesh.errors import FileError, explain_error
